@@ -179,7 +179,7 @@ def main() -> None:
         connection.wait_until_up(30)
         wanted = ServerRequirements(torch.float32, None, 512)
         api = _TimedApi()
-        engine = ServerEngine(connection, api, wanted=wanted, folder=SHARED_MEMORY, timeout_s=300)
+        engine = ServerEngine(connection, api, requirements=wanted, folder=SHARED_MEMORY, timeout_s=300)
         stack.callback(engine.close)
         engine.locate_weights(shapes)
         first = psutil.Process(server.pid)

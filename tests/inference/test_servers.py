@@ -85,7 +85,9 @@ def connect(
 ) -> ServerEngine:
     connection = ServerConnection(server.address, key, timeout_s, server.kind.engine.key_variable)
     wanted = replace(WANTED, model=model)
-    return ServerEngine(connection, server.kind.api, wanted=wanted, folder=tmp_path, timeout_s=timeout_s)
+    return ServerEngine(
+        connection, server.kind.api, requirements=wanted, folder=tmp_path, timeout_s=timeout_s
+    )
 
 
 @pytest.fixture
@@ -316,7 +318,7 @@ def test_a_server_that_computes_otherwise_is_refused(
 ) -> None:
     connection = ServerConnection(server.address, "secret", 20.0)
     with pytest.raises(ConfigError, match=says):
-        ServerEngine(connection, server.kind.api, wanted=wanted, folder=tmp_path, timeout_s=20.0)
+        ServerEngine(connection, server.kind.api, requirements=wanted, folder=tmp_path, timeout_s=20.0)
     connection.close()
 
 
@@ -411,7 +413,7 @@ def test_a_server_that_does_not_see_the_folder_is_refused(
     # With NCCL, nothing travels through files.
     connection = ServerConnection(server.address, "secret", 20.0)
     ServerEngine(
-        connection, server.kind.api, wanted=WANTED, folder=tmp_path, timeout_s=20.0, needs_folder=False
+        connection, server.kind.api, requirements=WANTED, folder=tmp_path, timeout_s=20.0, needs_folder=False
     ).close()
 
 

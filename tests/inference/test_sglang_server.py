@@ -75,7 +75,7 @@ def started(tiny_model_dir: Path, folder: Path) -> ServerProcess:
 def connect(process: ServerProcess, folder: Path) -> ServerEngine:
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(20)
-    return ServerEngine(connection, SGLANG.api, wanted=WANTED, folder=folder, timeout_s=60)
+    return ServerEngine(connection, SGLANG.api, requirements=WANTED, folder=folder, timeout_s=60)
 
 
 @pytest.fixture

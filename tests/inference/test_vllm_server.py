@@ -77,7 +77,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def engine(process: ServerProcess, tmp_path: Path) -> Iterator[ServerEngine]:
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(10)
-    made = ServerEngine(connection, VLLM.api, wanted=WANTED, folder=tmp_path, timeout_s=60)
+    made = ServerEngine(connection, VLLM.api, requirements=WANTED, folder=tmp_path, timeout_s=60)
     yield made
     made.close()
 
@@ -160,7 +160,7 @@ def test_an_update_that_a_killed_trainer_left_half_done_is_made_good(
     engine._call("grpo_load", bucket=next(half.buckets()).to_json())
     engine.close()
     connection = ServerConnection(process.address, process.key, 20)
-    again = ServerEngine(connection, VLLM.api, wanted=WANTED, folder=tmp_path, timeout_s=20)
+    again = ServerEngine(connection, VLLM.api, requirements=WANTED, folder=tmp_path, timeout_s=20)
     trained = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in trained.parameters():
@@ -213,7 +213,7 @@ def test_a_server_with_another_model_is_refused_and_serves_its_own(
     def connect(model: Path) -> ServerEngine:
         connection = ServerConnection(process.address, process.key, 60)
         wanted = replace(WANTED, model=describe(str(model)))
-        return ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
+        return ServerEngine(connection, VLLM.api, requirements=wanted, folder=tmp_path, timeout_s=60)
 
     with pytest.raises(ConfigError, match=r"another model, .*tiny, than this run .*: all sizes are equal"):
         connect(build_tiny_model(tmp_path / "other", seed=1))

@@ -11,15 +11,15 @@ from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
 
 
-def unknown(given: Mapping[str, Any], known: Sequence[str]) -> ConfigError:
+def unknown(arguments: Mapping[str, Any], known: Sequence[str]) -> ConfigError:
     """Build the error for arguments that do not exist.
 
     Args:
-        given: the arguments, at least one.
+        arguments: those that do not exist, at least one.
         known: those that exist.
     """
-    advice = "; ".join(f"{name}: {_advice(name, value, known)}" for name, value in given.items())
-    noun = "an argument" if len(given) == 1 else "arguments"
+    advice = "; ".join(f"{name}: {_advice(name, value, known)}" for name, value in arguments.items())
+    noun = "an argument" if len(arguments) == 1 else "arguments"
     return ConfigError(f"GRPOTrainer has no such {noun.split()[-1]}: {advice}")
 
 

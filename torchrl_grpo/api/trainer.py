@@ -106,13 +106,13 @@ class GRPOTrainer:
         with told_once():
             if unknown:
                 raise arguments.unknown(unknown, list(inspect.signature(GRPOTrainer).parameters)[:-1])
-            given: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
+            values: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
             passed: dict[str, Any] = {}
-            given |= _of_data(train_dataset, eval_dataset, rewards, environment, passed)
+            values |= _of_data(train_dataset, eval_dataset, rewards, environment, passed)
             if chosen := _listed(tools, "tools"):
-                given["env.tools"] = list(_by_name(chosen, passed, "tools").values())
+                values["env.tools"] = list(_by_name(chosen, passed, "tools").values())
             if environment is not None:
-                (given["env.environment"],) = _by_name([environment], passed, "environment").values()
+                (values["env.environment"],) = _by_name([environment], passed, "environment").values()
             if config is not None and not isinstance(config, Mapping):
                 raise ConfigError(
                     f"config is {type(config).__name__}, not a mapping of keys to values; write e.g. "
@@ -121,11 +121,11 @@ class GRPOTrainer:
             for key in config or ():
                 if (instead := _NOT_KEYS.get(key.partition(".")[0])) is not None:
                     raise ConfigError(f"config has {key!r}; write {instead} instead")
-            self._create(passed, {**given, **(config or {})}, config_name, output_dir)
+            self._create(passed, {**values, **(config or {})}, config_name, output_dir)
             warn()
 
     def _create(
-        self, passed: Mapping[str, Any], given: Mapping[str, Any], name: str, output_dir: str | Path | None
+        self, passed: Mapping[str, Any], values: Mapping[str, Any], name: str, output_dir: str | Path | None
     ) -> None:
         with composer(config_dir(), name) as tree:
             # The folder is needed before the objects can be named. Rank 0 alone creates it.
@@ -134,7 +134,7 @@ class GRPOTrainer:
             self.output_dir = (run_folder.new_folder(planned) if new else planned).resolve()
             try:
                 self._objects = objects.PassedObjects(passed, self.output_dir)
-                self.cfg: Config = self._configure(tree, given)
+                self.cfg: Config = self._configure(tree, values)
             except BaseException:
                 if new:
                     run_folder.remove_if_unused(self.output_dir)
@@ -281,7 +281,7 @@ def _of_data(
     passed: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the keys of data sets and rewards, and add Python objects to ``passed``."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     chosen = _listed(rewards, "rewards")
     own: list[Named] = []
     rewarded = graded = False
@@ -290,7 +290,7 @@ def _of_data(
         if eval_dataset is not None:
             check_rows(eval_dataset, "eval_dataset")
         passed["train_dataset"] = dataset = PassedDataset(train_dataset, eval_dataset)
-        given |= {
+        values |= {
             "env": "jsonl",
             "env.dataset": _Passed("train_dataset"),
             "env.fields": fields_of(train_dataset[0]),
@@ -302,26 +302,26 @@ def _of_data(
         raise ConfigError("eval_dataset is given without train_dataset; give both, or name them in config")
     functions = _by_name([*own, *chosen], passed, "rewards", REWARDS)
     if functions:
-        given["reward.functions"] = {
+        values["reward.functions"] = {
             name: spec for name, spec in functions.items() if isinstance(spec, _Passed) or ":" in spec
         }
         weighted = [name for name in functions if rewarded or name != REWARD]
         usual = {"environment": 1.0} if environment is not None else DATASETS["jsonl"].weights
-        given["reward.weights"] = dict.fromkeys(weighted, 1.0) or dict(usual)
+        values["reward.weights"] = dict.fromkeys(weighted, 1.0) or dict(usual)
     if graded:
-        given["eval.reward"] = REWARD
-    return given
+        values["eval.reward"] = REWARD
+    return values
 
 
-def _listed(given: Any, name: str) -> list[Any]:
+def _listed(value: Any, name: str) -> list[Any]:
     """Return what was passed as a list; one function or name stands for itself."""
-    if callable(given) or isinstance(given, str):
-        return [given]
-    if given is not None and not isinstance(given, Iterable):
+    if callable(value) or isinstance(value, str):
+        return [value]
+    if value is not None and not isinstance(value, Iterable):
         raise ConfigError(
-            f"{name} is {type(given).__name__} {given!r:.60}; give functions, or names, in a list"
+            f"{name} is {type(value).__name__} {value!r:.60}; give functions, or names, in a list"
         )
-    return list(given or ())
+    return list(value or ())
 
 
 def _model_name(model: Any) -> str:

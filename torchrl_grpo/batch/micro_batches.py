@@ -89,8 +89,8 @@ class TokenBudget:
             micro_batches = self.split(batch, whole)
             results: list[T] = []
             try:
-                for one in micro_batches:
-                    results.append(process(one))
+                for micro_batch in micro_batches:
+                    results.append(process(micro_batch))
                 return results
             except (RuntimeError, MemoryError) as error:
                 if not ran_out_of_memory(error):

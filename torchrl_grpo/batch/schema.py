@@ -131,7 +131,7 @@ def tokens_of(
     P, G = len(responses), len(responses[0])
     prompt, prompt_mask = pad_left(prompts, pad_token_id)
     response, response_mask = pad_right(
-        [one for group in responses for one in group], pad_token_id, torch.int64
+        [token_ids for group in responses for token_ids in group], pad_token_id, torch.int64
     )
     return {
         "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),

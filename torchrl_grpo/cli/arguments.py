@@ -71,12 +71,12 @@ def read_arguments(words: list[str]) -> argparse.Namespace:
 def _unknown_option(parser: Parser, option: str, words: list[str]) -> ConfigError:
     """Build the error for an option that a training command does not have."""
     name, equals, value = option.partition("=")
-    given = value if equals else None
+    argument = value if equals else None
     following = words[words.index(option) + 1 :][:1]
     if not equals and following and re.match(r"[^-]|-[.\d]", following[0]) and "=" not in following[0]:
-        (given,) = following
-        option = f"{option} {given}"
-    advice = parser.advice(name, given) or "write only options that --help lists"
+        (argument,) = following
+        option = f"{option} {argument}"
+    advice = parser.advice(name, argument) or "write only options that --help lists"
     return ConfigError(f"command line: unrecognized arguments: {option}; {advice}")
 
 
@@ -90,14 +90,14 @@ def _as_key(name: str, value: str | None) -> str | None:
     switched_off = value is None and name.startswith("no_") and _is_known(name.removeprefix("no_"))
     key = name.removeprefix("no_") if switched_off else name
     # A flag without a value is one that is switched on.
-    given = ("false" if switched_off else "true") if value is None else value
+    explicit_value = ("false" if switched_off else "true") if value is None else value
     if key in groups.groups():
         return f"write {groups.choice(key, '' if value is None else value)} instead"
     if key in book.sections and elsewhere.find(key) is None:
         return book.into_section(key, value)
     if key in book.leaves or book.free_form_parent(key) is not None:
-        return book.as_own(key, given)
-    return book.advice(key, given) if _is_known(key) or groups.of_option(value) is not None else None
+        return book.as_own(key, explicit_value)
+    return book.advice(key, explicit_value) if _is_known(key) or groups.of_option(value) is not None else None
 
 
 def _is_known(key: str) -> bool:

@@ -46,8 +46,8 @@ def mixture_parts(cfg: Config) -> list[MixturePart]:
         ConfigError: a part is no mapping, has an unknown key or a wrong type, or two have the same name.
     """
     parts: dict[str, MixturePart] = {}
-    for number, given in enumerate(cfg.env.mixture):
-        part = _part(cfg, given, f"env.mixture[{number}]")
+    for number, entry in enumerate(cfg.env.mixture):
+        part = _part(cfg, entry, f"env.mixture[{number}]")
         if part.name in parts:
             raise ConfigError(
                 f"env.mixture has two parts {part.name!r}; give one another name, "
@@ -57,25 +57,25 @@ def mixture_parts(cfg: Config) -> list[MixturePart]:
     return list(parts.values())
 
 
-def _part(cfg: Config, given: Any, key: str) -> MixturePart:
-    if not isinstance(given, dict):
-        raise ConfigError(f"{key}={show(given)}: a part is a mapping; write {{dataset: NAME, weight: 1.0}}")
-    unknown = [name for name in given if name not in _SHARED and name not in _OWN]
+def _part(cfg: Config, entry: Any, key: str) -> MixturePart:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{key}={show(entry)}: a part is a mapping; write {{dataset: NAME, weight: 1.0}}")
+    unknown = [name for name in entry if name not in _SHARED and name not in _OWN]
     if unknown:
         raise ConfigError(
             f"{key}.{unknown[0]}: a part has no such key; write one of {', '.join([*_OWN, *_SHARED])}"
         )
-    if "dataset" not in given:
-        raise ConfigError(f"{key}={show(given)}: a part needs a data set; write {{dataset: NAME, ...}}")
-    weight = given.get("weight", 1.0)
+    if "dataset" not in entry:
+        raise ConfigError(f"{key}={show(entry)}: a part needs a data set; write {{dataset: NAME, ...}}")
+    weight = entry.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise ConfigError(
             f"{key}.weight={show(weight)}: it must be a number greater than 0; write 1.0, for example"
         )
     start = {name: getattr(EnvConfig(), name) for name in OF_A_DATASET}
     base = {**vars(cfg.env), **start, "mixture": []}
-    env = _typed(EnvConfig, base, {name: given[name] for name in given if name in _SHARED}, key)
-    reward = given.get("reward", {})
+    env = _typed(EnvConfig, base, {name: entry[name] for name in entry if name in _SHARED}, key)
+    reward = entry.get("reward", {})
     if not isinstance(reward, dict):
         raise ConfigError(
             f"{key}.reward={show(reward)}: it must be a mapping; write {{weights: {{NAME: 1.0}}}}"
@@ -83,22 +83,22 @@ def _part(cfg: Config, given: Any, key: str) -> MixturePart:
     own: dict[str, Any] = {"weights": {}, "functions": {}, "args": {}}
     rewards = _typed(RewardConfig, {**vars(cfg.reward), **own}, reward, f"{key}.reward")
     # Of a file with its path, the last part is enough.
-    default = str(given.get("task") or given["dataset"]).rpartition("/")[2].replace(":", ".")
-    name = given.get("name", default)
+    default = str(entry.get("task") or entry["dataset"]).rpartition("/")[2].replace(":", ".")
+    name = entry.get("name", default)
     if not isinstance(name, str) or not name.strip() or "/" in name:
         raise ConfigError(f"{key}.name={show(name)}: it must be a name without /; write sums, for example")
-    evaluation = dataclasses.replace(cfg.eval, reward=given.get("eval_reward"))
+    evaluation = dataclasses.replace(cfg.eval, reward=entry.get("eval_reward"))
     whole = dataclasses.replace(cfg, env=env, reward=rewards, eval=evaluation)
     return MixturePart(name, float(weight), whole)
 
 
-def _typed(schema: type, base: dict[str, Any], given: dict[str, Any], key: str) -> Any:
-    """Return an object of the schema with values of ``base``, over which those of ``given`` are laid."""
+def _typed(schema: type, base: dict[str, Any], changes: dict[str, Any], key: str) -> Any:
+    """Return an object of the schema with values of ``base``, over which those of ``changes`` are laid."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     node = OmegaConf.structured(schema(**base))
-    for name, value in given.items():
+    for name, value in changes.items():
         try:
             # Of a mapping, all entries are replaced.
             OmegaConf.update(node, name, value, merge=False)

@@ -20,20 +20,20 @@ def load(cfg: Config) -> problems.Problems:
     """
     check_source(cfg.env)
     field_names(cfg.env)
-    found = problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
-    check_answers(found)
-    return found
+    loaded = problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
+    check_answers(loaded)
+    return loaded
 
 
-def check_answers(found: problems.Problems) -> None:
+def check_answers(loaded: problems.Problems) -> None:
     """Refuse rows of which only some have an answer. A reward would fail on the others in the middle.
 
     Raises:
         DataError: a row has no answer, and another has one.
     """
-    for part in (found.train, found.held_out):
-        without = next((one for one in part if "answer" not in one.truth), None)
-        if without is not None and any("answer" in one.truth for one in part):
+    for part in (loaded.train, loaded.held_out):
+        without = next((problem for problem in part if "answer" not in problem.truth), None)
+        if without is not None and any("answer" in problem.truth for problem in part):
             raise DataError(
                 f"jsonl: {without.id} has no answer, and other rows have one; give every row an answer, or "
                 "none"
@@ -69,10 +69,10 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     truth = {}
     if "answer" in names or "answer" in row.values:
         column = names.get("answer", "answer")
-        found = fields.resolve(row, column, "env.fields.answer")
+        resolved = fields.resolve(row, column, "env.fields.answer")
         # Answers may be missing, so a null is none. Another column than the row has is a mistake.
-        if column not in found.values or not columns.is_missing(found.values[column]):
-            truth["answer"] = columns.answer(found, column, "jsonl")
+        if column not in resolved.values or not columns.is_missing(resolved.values[column]):
+            truth["answer"] = columns.answer(resolved, column, "jsonl")
     solution = _solution(row, env, names, truth)
     identity = ""
     if "identity" in names:
@@ -101,9 +101,9 @@ def _solution(row: sources.Row, env: EnvConfig, names: dict[str, str], truth: di
     text = row.values.get("solution")
     if "solution" in names:
         column = names["solution"]
-        found = fields.resolve(row, column, "env.fields.solution")
-        if column not in found.values or not columns.is_missing(found.values[column]):
-            text = columns.text(found, column, "jsonl")
+        resolved = fields.resolve(row, column, "env.fields.solution")
+        if column not in resolved.values or not columns.is_missing(resolved.values[column]):
+            text = columns.text(resolved, column, "jsonl")
     if not isinstance(text, str) or not text.strip():
         return prompts.solution(env, "", truth["answer"]) if "answer" in truth else ""
     if env.answer_format == "tags" and "<answer>" not in text and "answer" in truth:
@@ -117,12 +117,12 @@ def _is_message(value: object, role: str | None = None) -> bool:
     return is_role(value.get("role")) and role in (None, value["role"])
 
 
-def _messages(found: object, row: sources.Row, column: str) -> list[dict[str, str]]:
-    chat = found if isinstance(found, list) else []
+def _messages(value: object, row: sources.Row, column: str) -> list[dict[str, str]]:
+    chat = value if isinstance(value, list) else []
     good = bool(chat) and all(map(_is_message, chat))
     if not good or chat[-1]["role"] != "user":
         raise DataError(
-            f"jsonl: {row.where}: column {column!r} is {str(found)[:80]!r}, not a list of chat messages that "
+            f"jsonl: {row.where}: column {column!r} is {str(value)[:80]!r}, not a list of chat messages that "
             'ends with one of the user; write [{"role": "user", "content": ...}]'
         )
-    return [{"role": one["role"], "content": one["content"]} for one in chat]
+    return [{"role": message["role"], "content": message["content"]} for message in chat]

@@ -44,13 +44,13 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
         answer = columns.answer(row, "answer", "math")
     elif "solution" in row.values:
         boxed = columns.text(row, "solution", "math")
-        found = last_boxed(boxed)
-        if found is None:
+        latex = last_boxed(boxed)
+        if latex is None:
             raise DataError(
                 f"math: {row.where}: the solution has no closed \\boxed{{}}: {boxed[-80:]!r}; "
                 "box the final answer or give it in a column 'answer'"
             )
-        answer = found
+        answer = latex
     else:
         raise DataError(
             f"math: {row.where} has neither a column 'answer' nor 'solution'; its columns are "

@@ -48,24 +48,29 @@ class Mixture(Problems):
 
     def first_examples(self) -> dict[str, Example]:
         """Return the first training problem of each part."""
-        return {part.name: one.train[0] for part, one in zip(self.parts, self.problems, strict=True)}
+        return {
+            part.name: part_problems.train[0]
+            for part, part_problems in zip(self.parts, self.problems, strict=True)
+        }
 
     @property
     def training_sets(self) -> list[tuple[float, Sequence[Example]]]:
         """Weight and training problems of each part."""
         return [
-            (part.weight, Joined([(part.name, one.train)]))
-            for part, one in zip(self.parts, self.problems, strict=True)
+            (part.weight, Joined([(part.name, part_problems.train)]))
+            for part, part_problems in zip(self.parts, self.problems, strict=True)
         ]
 
 
 def mix(parts: Sequence[MixturePart], problems: Sequence[Problems]) -> Mixture:
     """Put the problems of the parts together."""
     named = list(zip([part.name for part in parts], problems, strict=True))
-    train = Joined([(name, one.train) for name, one in named])
-    held_out = [replace(example, part=name) for name, one in named for example in one.held_out]
+    train = Joined([(name, part_problems.train) for name, part_problems in named])
+    held_out = [
+        replace(example, part=name) for name, part_problems in named for example in part_problems.held_out
+    ]
     # A list says that all problems are known before they are drawn.
-    known = all(isinstance(one.train, list) for one in problems)
+    known = all(isinstance(part_problems.train, list) for part_problems in problems)
     return Mixture(list(train) if known else train, held_out, parts, problems)
 
 
@@ -79,5 +84,8 @@ def map_parts(cfg: Config, problems: Problems, function: Callable[[Config, Probl
     """
     if not isinstance(problems, Mixture):
         return function(cfg, problems)
-    changed = [function(part.cfg, one) for part, one in zip(problems.parts, problems.problems, strict=True)]
+    changed = [
+        function(part.cfg, part_problems)
+        for part, part_problems in zip(problems.parts, problems.problems, strict=True)
+    ]
     return mix(problems.parts, changed)

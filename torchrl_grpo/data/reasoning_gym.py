@@ -44,7 +44,7 @@ def load(cfg: Config) -> problems.Problems:
     task, args = check(env)
     held_out, notes = _held_out(env, task, args, cfg.eval.num_problems)
     seed = cfg.seed * 1_000_003 % 2**31
-    train = Generated(env, task, args, seed, {key for one in held_out for key in keys(one)})
+    train = Generated(env, task, args, seed, {key for problem in held_out for key in keys(problem)})
     train[0]  # fail now, and not in the middle of a run, if every problem of the task is held out
     return problems.Problems(train=train, held_out=held_out, notes=notes)
 
@@ -118,14 +118,14 @@ def make(task: str, args: dict[str, Any], seed: int, size: int) -> Any:
 
     from torchrl_grpo.data.gym_library import reasoning_gym
 
-    given = dict(args)
+    arguments = dict(args)
     try:
-        if task == "composite" and "datasets" in given:
-            given["datasets"] = [
+        if task == "composite" and "datasets" in arguments:
+            arguments["datasets"] = [
                 reasoning_gym.composite.DatasetSpec(**({"config": {}, "weight": 1.0} | spec))
-                for spec in given["datasets"]
+                for spec in arguments["datasets"]
             ]
-        return reasoning_gym.create_dataset(task, seed=seed, size=size, **given)
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **arguments)
     except (TypeError, ValueError, AssertionError) as error:
         known = [
             f.name
@@ -170,10 +170,10 @@ class Generated(LazyExamples):
         """
         for draw in range(_MAX_DRAWS):
             row = sources.Row(self._draw(draw)[index], index + 1, f"{self._task} (training)")
-            found = _generated(self._env, self._task, self._args, row, f"reasoning_gym/train/{index + 1}")
-            if keys(found).isdisjoint(self._held_out):
-                return found
-            self._note_replaced(index, question_key(found) in self._held_out)
+            problem = _generated(self._env, self._task, self._args, row, f"reasoning_gym/train/{index + 1}")
+            if keys(problem).isdisjoint(self._held_out):
+                return problem
+            self._note_replaced(index, question_key(problem) in self._held_out)
         raise DataError(
             f"env.task={self._task}: all of {_MAX_DRAWS} drawn questions are among the held-out problems, so "
             "the task has too few different ones. Lower eval.num_problems or widen env.task_args"

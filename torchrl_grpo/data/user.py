@@ -37,9 +37,9 @@ def load(cfg: Config) -> problems.Problems:
     if not train:
         raise DataError(f"env.dataset={cfg.env.dataset!r}: the function returned no row for split='train'")
     name = cfg.env.dataset
-    found = problems.build(cfg, sources.Splits(train, _rows(cfg, "test"), f"{name} (train)"), example)
-    check_answers(found)
-    return found
+    loaded = problems.build(cfg, sources.Splits(train, _rows(cfg, "test"), f"{name} (train)"), example)
+    check_answers(loaded)
+    return loaded
 
 
 def _rows(cfg: Config, split: str) -> list[sources.Row] | None:
@@ -53,7 +53,7 @@ def _rows(cfg: Config, split: str) -> list[sources.Row] | None:
         return None
     try:
         returned = function(**arguments)
-        found = None if returned is None else _read(returned, f"env.dataset={spec!r} (split={split!r})")
+        rows = None if returned is None else _read(returned, f"env.dataset={spec!r} (split={split!r})")
     except DataError:
         raise
     except Exception as error:
@@ -61,7 +61,7 @@ def _rows(cfg: Config, split: str) -> list[sources.Row] | None:
             f"env.dataset={spec!r}: calling it with {arguments!r} failed: {user_code.describe(error)}; "
             "correct the function, or env.task_args"
         ) from error
-    return found or None
+    return rows or None
 
 
 def _read(returned: Any, what: str) -> list[sources.Row]:

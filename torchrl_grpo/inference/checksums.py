@@ -109,7 +109,7 @@ def merge_ranks(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]])
     """
     values: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        found = tuple(value for rank in ranks for value in rank.values.get(name, ()))
+        checksums = tuple(value for rank in ranks for value in rank.values.get(name, ()))
         copies: dict[Part, list[int]] = {}
         for rank in ranks:
             for part, value in rank.parts.get(name, ()):
@@ -117,17 +117,17 @@ def merge_ranks(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]])
         if copies and sum(part.size for part in copies) == whole(shape).size and not _overlap(list(copies)):
             for number in range(max(map(len, copies.values()))):
                 total = sum(held[min(number, len(held) - 1)] for held in copies.values())
-                found += (_signed(total),)
-        if found:
-            values[name] = found
+                checksums += (_signed(total),)
+        if checksums:
+            values[name] = checksums
     return Checksums(ranks[0].dtype, values)
 
 
 def _overlap(parts: Sequence[Part]) -> bool:
     return any(
-        max(one.rows[0], other.rows[0]) < min(one.rows[1], other.rows[1])
-        and max(one.columns[0], other.columns[0]) < min(one.columns[1], other.columns[1])
-        for number, one in enumerate(parts)
+        max(part.rows[0], other.rows[0]) < min(part.rows[1], other.rows[1])
+        and max(part.columns[0], other.columns[0]) < min(part.columns[1], other.columns[1])
+        for number, part in enumerate(parts)
         for other in parts[:number]
     )
 

@@ -221,18 +221,18 @@ def _find_rows(
     if not names:
         return
     sums = [ordered_row_sums(fingerprint(name, shapes[name], layout.dtype, device)) for name in names]
-    counts = torch.tensor([len(one) for one in sums])
+    counts = torch.tensor([len(tensor_sums) for tensor_sums in sums])
     owner = torch.arange(len(names)).repeat_interleave(counts).to(device)
     row = torch.cat([torch.arange(count) for count in counts.tolist()]).to(device)
     known, order = torch.cat(sums).sort()
     owner, row = owner[order], row[order]
     is_found = torch.zeros_like(known, dtype=torch.bool)
-    for key, one in seen.items():
-        for transposed, found in ((False, one.rows), (True, one.transposed)):
-            if found is None or one.content:
+    for key, record in seen.items():
+        for transposed, held_sums in ((False, record.rows), (True, record.transposed)):
+            if held_sums is None or record.content:
                 continue
-            at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
-            hits = known[at] == found
+            at = torch.searchsorted(known, held_sums).clamp(max=len(known) - 1)
+            hits = known[at] == held_sums
             is_found[at[hits]] = True
             for number in owner[at[hits]].unique().tolist():
                 inside = (hits & (owner[at] == number)).nonzero().flatten()
@@ -254,27 +254,27 @@ def _find_rows(
 
 def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: Layout) -> None:
     sent = Seen.of(vector)
-    size, length, found = sent.itemsize, len(sent.content), False
-    for key, one in seen.items():
-        if not one.content:
+    size, length, is_found = sent.itemsize, len(sent.content), False
+    for key, record in seen.items():
+        if not record.content:
             continue
         if length < _LEAST_BYTES:
             # The vector is too short to be recognized by its content, so match it by its name.
-            if key.partition(":")[0] == name and len(one.content) == length:
-                found = True
+            if key.partition(":")[0] == name and len(record.content) == length:
+                is_found = True
                 layout.places.setdefault(key, []).append(Place(name, slice(0, length // size), True))
             continue
-        where = _find(sent.content, one.content, size)
+        where = _find(sent.content, record.content, size)
         if where is None:
             # With heads in another order, the pieces are in other places.
             pieces = next(
                 (c for c in _CHUNKS if (length // size) % c == 0 and c * size >= _LEAST_BYTES), None
             )
-            where = None if pieces is None else _find_pieces(sent.content, one.content, size, pieces)
+            where = None if pieces is None else _find_pieces(sent.content, record.content, size, pieces)
         if where is not None:
             layout.places.setdefault(key, []).append(Place(name, _run(where), True))
-            found = True
-    if not found and _is_there_in_part(sent.content, max(_PIECE * size, _LEAST_BYTES), size, seen):
+            is_found = True
+    if not is_found and _is_there_in_part(sent.content, max(_PIECE * size, _LEAST_BYTES), size, seen):
         layout.torn.append(name)
 
 
@@ -288,11 +288,11 @@ def _find_columns(name: str, matrix: Tensor, seen: Mapping[str, Seen], layout: L
     for number in range(shards):
         known = ordered_row_sums(rows[:, number * step : (number + 1) * step].contiguous())
         ordered, order = known.sort()
-        for key, one in seen.items():
-            if one.content or len(one.rows) < count:
+        for key, record in seen.items():
+            if record.content or len(record.rows) < count:
                 continue
-            at = torch.searchsorted(ordered, one.rows).clamp(max=count - 1)
-            inside = (ordered[at] == one.rows).nonzero().flatten()
+            at = torch.searchsorted(ordered, record.rows).clamp(max=count - 1)
+            inside = (ordered[at] == record.rows).nonzero().flatten()
             place, order_of_rows = order[at[inside]].sort()
             if len(place) == count and bool((place.diff() == 1).all()):
                 part = Part((0, count), (number * step, (number + 1) * step))
@@ -313,41 +313,43 @@ def _find_piece_of_vector(
     for pieces in range(shards, 1, -1):
         if shards % pieces or length % pieces or length // pieces * sent.itemsize < _LEAST_BYTES:
             continue
-        step, found = length // pieces, False
+        step, is_found = length // pieces, False
         for number in range(pieces):
-            wanted = sent.content[number * step * sent.itemsize : (number + 1) * step * sent.itemsize]
-            for key, one in seen.items():
-                where = _find(wanted, one.content, sent.itemsize) if one.content else None
+            piece = sent.content[number * step * sent.itemsize : (number + 1) * step * sent.itemsize]
+            for key, record in seen.items():
+                where = _find(piece, record.content, sent.itemsize) if record.content else None
                 if where is not None:
                     part = Part((0, 1), (number * step, (number + 1) * step))
                     layout.places.setdefault(key, []).append(Place(name, _run(where), True, part=part))
-                    found = True
-        if found:
+                    is_found = True
+        if is_found:
             return
 
 
-def _is_there_in_part(wanted: bytes, step: int, size: int, seen: Mapping[str, Seen]) -> bool:
+def _is_there_in_part(content: bytes, step: int, size: int, seen: Mapping[str, Seen]) -> bool:
     """Return whether an engine's vectors hold some pieces of ``step`` bytes but not all of them."""
-    if len(wanted) < step:
+    if len(content) < step:
         return False
-    last = len(wanted) - step
-    pieces = {wanted[start : start + step] for start in (*range(0, last, step), last)}
-    held = [any(_find(piece, one.content, size) is not None for one in seen.values()) for piece in pieces]
+    last = len(content) - step
+    pieces = {content[start : start + step] for start in (*range(0, last, step), last)}
+    held = [
+        any(_find(piece, record.content, size) is not None for record in seen.values()) for piece in pieces
+    ]
     return any(held) and not all(held)
 
 
-def _find(wanted: bytes, content: bytes, size: int) -> Tensor | None:
-    at = content.find(wanted)
+def _find(piece: bytes, content: bytes, size: int) -> Tensor | None:
+    at = content.find(piece)
     while at >= 0 and at % size:
-        at = content.find(wanted, at + 1)
-    return None if at < 0 else torch.arange(at // size, (at + len(wanted)) // size)
+        at = content.find(piece, at + 1)
+    return None if at < 0 else torch.arange(at // size, (at + len(piece)) // size)
 
 
-def _find_pieces(wanted: bytes, content: bytes, size: int, length: int) -> Tensor | None:
+def _find_pieces(vector: bytes, content: bytes, size: int, length: int) -> Tensor | None:
     step = length * size
-    found = [_find(wanted[start : start + step], content, size) for start in range(0, len(wanted), step)]
-    known = [one for one in found if one is not None]
-    return torch.cat(known) if len(known) == len(found) else None
+    places = [_find(vector[start : start + step], content, size) for start in range(0, len(vector), step)]
+    known = [place for place in places if place is not None]
+    return torch.cat(known) if len(known) == len(places) else None
 
 
 def _run(indices: Tensor) -> slice | Tensor:

@@ -254,10 +254,10 @@ class SteppingEngine(Engine):
         """
         requests = build_requests(prompts, sampling)
         self.submit(requests)
-        found: dict[Hashable, Completion] = {}
-        while len(found) < len(requests):
-            found.update(self.step())
-        return in_order(found, len(prompts), sampling.num_samples)
+        completions: dict[Hashable, Completion] = {}
+        while len(completions) < len(requests):
+            completions.update(self.step())
+        return in_order(completions, len(prompts), sampling.num_samples)
 
 
 def build_requests(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
@@ -277,6 +277,8 @@ def build_requests(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list
     ]
 
 
-def in_order(found: Mapping[Hashable, Completion], prompts: int, num_samples: int) -> list[list[Completion]]:
+def in_order(
+    completions: Mapping[Hashable, Completion], prompts: int, num_samples: int
+) -> list[list[Completion]]:
     """Return the completions of the requests of :func:`build_requests`, prompt by prompt."""
-    return [[found["generate", p, g] for g in range(num_samples)] for p in range(prompts)]
+    return [[completions["generate", p, g] for g in range(num_samples)] for p in range(prompts)]

@@ -196,7 +196,9 @@ class _Batch:
         self._token_ids: list[list[int]] = [[] for _ in requests]
         self._log_probs: list[list[float]] = [[] for _ in requests]
         self.running = set(range(len(requests)))
-        runs = [list(run) for _, run in itertools.groupby(requests, key=lambda one: tuple(one.tokens))]
+        runs = [
+            list(run) for _, run in itertools.groupby(requests, key=lambda request: tuple(request.tokens))
+        ]
         ids, mask = (t.to(device) for t in pad_left([run[0].tokens for run in runs], pad_token_id))
         repeats = torch.tensor([len(run) for run in runs], device=device)
         self._cache = DynamicCache(config=config)
@@ -208,8 +210,10 @@ class _Batch:
         self._moves = torch.ones_like(self._position)
         self._noise = Noise([request.seed for request in requests], device)
         self._samples = any(request.temperature != 0 for request in requests)
-        self._temperature = torch.tensor([[one.temperature or 1.0] for one in requests], device=device)
-        self._greedy = torch.tensor([one.temperature == 0 for one in requests], device=device)
+        self._temperature = torch.tensor(
+            [[request.temperature or 1.0] for request in requests], device=device
+        )
+        self._greedy = torch.tensor([request.temperature == 0 for request in requests], device=device)
 
     @torch.no_grad()
     def step(self) -> list[tuple[Hashable, Completion]]:
@@ -224,7 +228,7 @@ class _Batch:
         chosen = log_p.gather(-1, token[:, None]).squeeze(-1)
         # Both are exact in float64, and one copy waits for a GPU once.
         tokens, log_probs = torch.stack([token.double(), chosen.double()]).tolist()
-        return self._record([int(one) for one in tokens], log_probs)
+        return self._record([int(token_id) for token_id in tokens], log_probs)
 
     def _advance(self) -> None:
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)

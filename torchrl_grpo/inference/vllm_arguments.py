@@ -102,7 +102,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
-            words += [f"--{flag}", *(str(one) for one in value)]
+            words += [f"--{flag}", *(str(item) for item in value)]
         elif value is not None:
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return words

@@ -99,16 +99,18 @@ def step(llm: LLM) -> list[tuple[str, Any]]:
     """Make one step of all running requests, and return names and vLLM's completions of those that ended."""
     from vllm import RequestOutput
 
-    ended = [one for one in llm.llm_engine.step() if isinstance(one, RequestOutput) and one.finished]
-    return [(one.request_id, one.outputs[0]) for one in ended]
+    ended = [
+        output for output in llm.llm_engine.step() if isinstance(output, RequestOutput) and output.finished
+    ]
+    return [(output.request_id, output.outputs[0]) for output in ended]
 
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:
     """Answer prompts while no other request runs, and return vLLM's outputs in their order."""
     from vllm.inputs import TokensPrompt
 
-    asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-    return list(llm.generate(asked, params, use_tqdm=False))
+    token_prompts = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    return list(llm.generate(token_prompts, params, use_tqdm=False))
 
 
 def unfinished_output(llm: LLM, name: str) -> tuple[list[int], list[Any]]:
@@ -289,8 +291,8 @@ def head_dtypes(model: nn.Module, dtype: torch.dtype) -> set[torch.dtype]:
     if not has_head_dtype():
         return {dtype}
     # Any, because the attribute is unknown to older releases.
-    found: list[Any] = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
-    return {module.head_dtype or dtype for module in found}
+    processors: list[Any] = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    return {module.head_dtype or dtype for module in processors}
 
 
 @contextmanager

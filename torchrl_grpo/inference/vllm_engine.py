@@ -159,8 +159,8 @@ class VLLMEngine(SteppingEngine):
         with self._stance():
             ended = vllm_compat.step(self.llm)
         return [
-            (self._running.pop(name), _completion(one.token_ids, one.logprobs, one.finish_reason))
-            for name, one in ended
+            (self._running.pop(name), _completion(output.token_ids, output.logprobs, output.finish_reason))
+            for name, output in ended
         ]
 
     def abort_all(self) -> dict[Hashable, Completion]:
@@ -247,17 +247,17 @@ class VLLMEngine(SteppingEngine):
         gc.collect()
 
 
-def _check_head(model: nn.Module, dtype: torch.dtype, wanted: torch.dtype | None) -> None:
-    """Check that logits are computed in the dtype ``wanted``; vLLM only warns if a platform cannot.
+def _check_head(model: nn.Module, dtype: torch.dtype, head_dtype: torch.dtype | None) -> None:
+    """Check that logits are computed in the dtype ``head_dtype``; vLLM only warns if a platform cannot.
 
     Raises:
         ModelError: logits are computed in another dtype.
     """
-    if wanted is not None and vllm_compat.head_dtypes(model, dtype) != {wanted}:
+    if head_dtype is not None and vllm_compat.head_dtypes(model, dtype) != {head_dtype}:
         newer = "" if vllm_compat.has_head_dtype() else ", or install vLLM 0.26 or newer"
         raise ModelError(
-            f"inference_model.head_dtype={name_of(wanted)}: on this machine, vLLM computes the output head "
-            f"of {type(model).__name__} in another dtype; write inference_model.head_dtype=auto{newer}"
+            f"inference_model.head_dtype={name_of(head_dtype)}: on this machine, vLLM computes the output "
+            f"head of {type(model).__name__} in another dtype; write inference_model.head_dtype=auto{newer}"
         )
 
 

@@ -261,8 +261,8 @@ def _keeps_weight(module: Any) -> bool:
 
 def _reader(module: nn.Module, leaf: str) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        found: Tensor = getattr(module, leaf)
-        return found.detach()
+        tensor: Tensor = getattr(module, leaf)
+        return tensor.detach()
 
     return read
 

@@ -263,7 +263,7 @@ class VLLMWeights:
             for name, shape in shapes.items()
         )
         seen, self._seen = self._seen, None
-        self._packed_keys = {key for key, one in seen.items() if not self._stays(key, one)}
+        self._packed_keys = {key for key, record in seen.items() if not self._stays(key, record)}
         for key, tensor in self._readable():
             if key in self._packed_keys:
                 # An embedding, for example, has a plain copy for look-ups besides the packed one.
@@ -393,8 +393,8 @@ class VLLMWeights:
         if "cpu_linear" not in vars(module) or matrix is None or matrix.dim() != 2:
             return True
         chosen = torch.randint(matrix.shape[1], (columns,), generator=self._generator)
-        found = _multiplied_out(module, chosen, matrix.shape[1], matrix.dtype)
-        same = bool((found == matrix[:, chosen]).all())
+        products = _multiplied_out(module, chosen, matrix.shape[1], matrix.dtype)
+        same = bool((products == matrix[:, chosen]).all())
         # Zero times a non-finite number is not zero, so skip such weights here. The probe detects them.
         return same or not bool(matrix.isfinite().all())
 
@@ -413,8 +413,8 @@ def _multiplied_out(module: Any, columns: Tensor, width: int, dtype: torch.dtype
     """
     ones = torch.zeros(len(columns), width, dtype=dtype)
     ones[torch.arange(len(columns)), columns] = 1
-    found: Tensor = module.cpu_linear(ones, module.weight, None)
-    return found.t()
+    products: Tensor = module.cpu_linear(ones, module.weight, None)
+    return products.t()
 
 
 def _width(module: Any) -> int:
@@ -422,8 +422,8 @@ def _width(module: Any) -> int:
     return int(module.weight.shape[-1]) if module.weight.numel() else vllm_compat.width_of(module)
 
 
-def _equal(one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k].rows, other[k].rows) for k in one)
+def _equal(seen: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
+    return seen.keys() == other.keys() and all(torch.equal(seen[k].rows, other[k].rows) for k in seen)
 
 
 def _loading_error(what: str) -> ModelError:

@@ -167,8 +167,8 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
     if not id_file.exists():
         replace(id_file, uuid.uuid4().hex[:12])
     # Omit settings that are not given, so that W&B's environment variables apply.
-    given = {"entity": logging.entity, "group": logging.group, "tags": logging.tags}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value}
+    settings = {"entity": logging.entity, "group": logging.group, "tags": logging.tags}
+    options: dict[str, Any] = {name: value for name, value in settings.items() if value}
     make = partial(
         WandbLogger,
         exp_name=experiment,

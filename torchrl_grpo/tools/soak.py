@@ -61,14 +61,14 @@ def victim(pid: int, kind: str, moments: random.Random) -> psutil.Process | None
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(pid)
         return None
-    found = []
-    for one in family(pid):
+    matches = []
+    for process in family(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
-            argv = one.cmdline()
+            argv = process.cmdline()
             at = {"worker": argv[:1], "node": argv[1:2]}[kind]
             if at and at[0].startswith(_COMMANDS[kind]):
-                found.append(one)
-    return moments.choice(found) if found else None
+                matches.append(process)
+    return moments.choice(matches) if matches else None
 
 
 def kill_at_random(
@@ -94,7 +94,7 @@ def kill_at_random(
     with started(folder, overrides, SCRIPT) as process:
         due = time.monotonic() + moments.uniform(0, longest_s)
         while process.poll() is None:
-            seen |= {one.pid: one for one in family(process.pid)}
+            seen |= {member.pid: member for member in family(process.pid)}
             if sum(kills.values()) < left and time.monotonic() >= due and (folder / "metrics.jsonl").exists():
                 kind = moments.choice(KINDS)
                 target = victim(process.pid, kind, moments)
@@ -110,11 +110,11 @@ def kill_at_random(
     _, alive = psutil.wait_procs(list(seen.values()), timeout=_LINGER_S)
     if alive:
         names = []
-        for one in alive:
+        for member in alive:
             # It may end at any moment.
             with contextlib.suppress(psutil.NoSuchProcess):
-                names.append(" ".join(one.cmdline())[:80])
-                one.kill()
+                names.append(" ".join(member.cmdline())[:80])
+                member.kill()
         raise SystemExit(f"left behind: {', '.join(names) or 'processes that have ended since'}")
     ended = process.returncode == 0
     if not ended and not (kills["trainer"] or kills["node"]):

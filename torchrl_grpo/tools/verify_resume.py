@@ -63,12 +63,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def first_difference(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> str | None:
     """A sentence about the first unequal entry of two files, or None."""
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+    for entry, other in zip(left, right, strict=False):
+        if entry != other:
+            names = sorted(name for name in {*entry, *other} if entry.get(name) != other.get(name))
             name = names[0]
-            pair = f"{one.get(name)!r} in one and {other.get(name)!r} in the other"
-            return f"step {one.get('step')}: {name} is {pair}"
+            pair = f"{entry.get(name)!r} in one and {other.get(name)!r} in the other"
+            return f"step {entry.get('step')}: {name} is {pair}"
     if len(left) != len(right):
         return f"one has {len(left)} lines and the other {len(right)}"
     return None

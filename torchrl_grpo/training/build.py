@@ -248,8 +248,8 @@ def choose_engine_dtype(cfg: Config, plan: Plan) -> Dtype:
     here = [torch.device(name) for name in plan.inference.devices if name.startswith("cuda")]
     # The devices of a cluster or of servers are unknown here.
     devices = here or [torch.device(plan.engine_device)]
-    found = {resolve_dtype(cfg.inference_model.dtype, device) for device in devices}
-    dtype = torch.float32 if len(found) > 1 else found.pop()
+    dtypes = {resolve_dtype(cfg.inference_model.dtype, device) for device in devices}
+    dtype = torch.float32 if len(dtypes) > 1 else dtypes.pop()
     return Dtype(str(dtype).removeprefix("torch."))
 
 

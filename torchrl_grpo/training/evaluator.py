@@ -115,8 +115,8 @@ class Evaluator:
             for prompt, group in zip(self.prompts, completions, strict=True)
         ]
         counts = [
-            len(one.token_ids) if one.sampled is None else sum(one.sampled)
+            len(completion.token_ids) if completion.sampled is None else sum(completion.sampled)
             for group in completions
-            for one in group
+            for completion in group
         ]
         return texts, sum(counts) / len(counts)

@@ -106,16 +106,16 @@ class TorchBackend:
         self._optimizer.zero_grad(set_to_none=True)
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
-        found = self._optimizer.state_dict()
+        state = self._optimizer.state_dict()
         moments: dict[int, dict[str, Tensor]] = {}
-        for index, entry in found["state"].items():
+        for index, entry in state["state"].items():
             for name, value in entry.items():
                 # The rank that keeps a shard cannot gather it alone.
                 if keep or isinstance(value, DTensor):
                     whole = self._parking.read(self._parameters[index], name, value)
                     if keep:
                         moments.setdefault(index, {})[name] = whole
-        return {**found, "state": moments}
+        return {**state, "state": moments}
 
     def park(self) -> None:
         self._parking.park()

@@ -262,7 +262,9 @@ class OptimizerStep:
         if self.ranks.size == 1:
             return self.budget.run(batch, process, self.backend.zero_grad, split(len(batch)))
         mine = partition_balanced(self.budget.costs(batch), self.ranks.size)[self.ranks.rank]
-        pieces = [MicroBatch(tuple(mine[row] for row in one.rows), one.samples) for one in split(len(mine))]
+        pieces = [
+            MicroBatch(tuple(mine[row] for row in piece.rows), piece.samples) for piece in split(len(mine))
+        ]
         micro_batches = self.budget.split(batch, [piece for piece in pieces if piece.rows])
         passes = self.ranks.all_reduce_max(len(micro_batches))
         dummies = [(_DUMMY_MICRO_BATCH, 0.0)] * (passes - len(micro_batches))
@@ -334,17 +336,19 @@ def _total(output: TensorDictBase) -> Tensor:
 
 
 def _to_terms(output: TensorDictBase, loss: Tensor, weight: float) -> Terms:
-    found = {"loss": loss, **dict(output.items())}
-    return Terms(tuple(found), torch.stack([value.detach() for value in found.values()]).double() * weight)
+    entries = {"loss": loss, **dict(output.items())}
+    return Terms(
+        tuple(entries), torch.stack([value.detach() for value in entries.values()]).double() * weight
+    )
 
 
 def _summed(terms: Sequence[Terms]) -> dict[str, float]:
     """Add up the terms of all micro-batches, and read them from the device in one copy."""
     # A sum that begins with 0 is never -0.
     total = terms[0].values + 0.0
-    for one in terms[1:]:
-        assert one.names == terms[0].names, (one.names, terms[0].names)
-        total = total + one.values
+    for addend in terms[1:]:
+        assert addend.names == terms[0].names, (addend.names, terms[0].names)
+        total = total + addend.values
     return dict(zip(terms[0].names, total.tolist(), strict=True))
 
 

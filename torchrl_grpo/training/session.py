@@ -59,10 +59,10 @@ class Outputs:
         # The run may have ended before it wrote the metrics of its last step, which the checkpoint then has.
         steps = range(0 if evaluated else 1, step if state.unlogged else step + 1)
         rounds = range(1, step + 1, schedule.steps_per_round)
-        found = [self.metrics.missing(steps)]
+        messages = [self.metrics.missing(steps)]
         if self.rollouts is not None:
-            found.append(self.rollouts.missing(rounds))
-        return [message for message in found if message is not None]
+            messages.append(self.rollouts.missing(rounds))
+        return [message for message in messages if message is not None]
 
     def check(self) -> None:
         """Make sure that what is written is found.

@@ -219,9 +219,9 @@ class WeightPublisher:
         self._deliveries = [*self._deliveries[-8:], (expected, delivery)]
         if wait:
             delivery.wait()
-        found = self.verify_new_results()
+        results = self.verify_new_results()
         self.engine.policy_version = version
-        return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
+        return {name: max(result[name] for result in results) for name in (results[0] if results else ())}
 
     def verify_new_results(self) -> list[dict[str, float]]:
         """Verify every ``ProbeResult`` (checksums, cache count, log-probabilities) not verified before.

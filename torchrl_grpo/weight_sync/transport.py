@@ -43,6 +43,6 @@ def concatenate_results(results: Iterable[ProbeResult]) -> ProbeResult:
         torch.cat([result.token_ids for result in listed]),
         torch.cat([result.log_probs for result in listed]),
         sum(result.cached_tokens for result in listed),
-        tuple(one for result in listed for one in result.checksums),
+        tuple(checksums for result in listed for checksums in result.checksums),
         concatenate_results(initial) if len(initial) == len(listed) else None,
     )

@@ -67,10 +67,10 @@ def _one(rng: Random) -> Composed:
     while True:  # terminates, because most draws have no conflict
         ids = _pick_types(rng, rng.choices(_HOW_MANY, _HOW_MANY_WEIGHTS)[0])
         request = _request(rng, yes_or_no=CONSTRAINED in ids)
-        instructions = [(one, WORDINGS[one].draw(rng, request)) for one in ids]
+        instructions = [(instruction, WORDINGS[instruction].draw(rng, request)) for instruction in ids]
         if not clash(request, instructions):
             break
-    sentences = [WORDINGS[one].format(rng, kwargs) for one, kwargs in instructions]
+    sentences = [WORDINGS[instruction].format(rng, kwargs) for instruction, kwargs in instructions]
     truth = {"instruction_id_list": ids, "kwargs": [kwargs for _, kwargs in instructions]}
     return Composed(_lay_out(rng, request, sentences), truth)
 
@@ -79,7 +79,11 @@ def _pick_types(rng: Random, how_many: int) -> list[str]:
     """Draw the first type uniformly, and each next one uniformly from those compatible with all before it."""
     picked = [rng.choice(list(WORDINGS))]
     while len(picked) < how_many:
-        left = [one for one in WORDINGS if one not in picked and _is_compatible(one, picked)]
+        left = [
+            instruction
+            for instruction in WORDINGS
+            if instruction not in picked and _is_compatible(instruction, picked)
+        ]
         if not left:
             break
         picked.append(rng.choice(left))
@@ -87,8 +91,8 @@ def _pick_types(rng: Random, how_many: int) -> list[str]:
     return picked
 
 
-def _is_compatible(one: str, picked: list[str]) -> bool:
-    return not any(frozenset((one, other)) in CONFLICTS for other in picked)
+def _is_compatible(instruction: str, picked: list[str]) -> bool:
+    return not any(frozenset((instruction, other)) in CONFLICTS for other in picked)
 
 
 def _request(rng: Random, yes_or_no: bool) -> str:

@@ -65,10 +65,10 @@ _PARTS = {PARAGRAPHS: "num_paragraphs", SECTIONS: "num_sections", BULLETS: "num_
 
 
 def _conflict(first: str, second: str) -> bool:
-    for one, other in ((first, second), (second, first)):
-        if one in _COMPATIBLE and other not in _COMPATIBLE[one]:
+    for instruction, other in ((first, second), (second, first)):
+        if instruction in _COMPATIBLE and other not in _COMPATIBLE[instruction]:
             return True
-        if other in _INCOMPATIBLE.get(one, ()):
+        if other in _INCOMPATIBLE.get(instruction, ()):
             return True
     return False
 
@@ -91,21 +91,21 @@ def clash(request: str, instructions: Sequence[tuple[str, dict[str, Any]]]) -> b
         arguments or already occurs in the request, or if the allowed number of sentences or capitalized
         words is too small for the required parts.
     """
-    wanted: list[str] = []
-    unwanted: list[str] = []
+    required: list[str] = []
+    forbidden: list[str] = []
     rare_letters: list[tuple[str, int]] = []
     parts = 0
     sentences: int | None = None
     headings, capitals = 0, None
     for instruction, kwargs in instructions:
         if instruction == EXISTENCE:
-            wanted += kwargs["keywords"]
+            required += kwargs["keywords"]
         elif instruction == FORBIDDEN:
-            unwanted += kwargs["forbidden_words"]
+            forbidden += kwargs["forbidden_words"]
         elif instruction == FREQUENCY:
-            (unwanted if kwargs["relation"] == LESS_THAN else wanted).append(kwargs["keyword"])
+            (forbidden if kwargs["relation"] == LESS_THAN else required).append(kwargs["keyword"])
         elif instruction == NTH_PARAGRAPH:
-            wanted.append(kwargs["first_word"])
+            required.append(kwargs["first_word"])
             parts = max(parts, kwargs["num_paragraphs"])
         elif instruction == LETTER and kwargs["let_relation"] == LESS_THAN:
             rare_letters.append((kwargs["letter"], kwargs["let_frequency"]))
@@ -117,14 +117,14 @@ def clash(request: str, instructions: Sequence[tuple[str, dict[str, Any]]]) -> b
             if instruction == SECTIONS and kwargs["section_spliter"].isupper():
                 headings = kwargs["num_sections"]
             parts = max(parts, kwargs[_PARTS[instruction]])
-    named = [*wanted, *unwanted]
+    named = [*required, *forbidden]
     if len(set(named)) < len(named) or any(word in request.lower() for word in named):
         return True
     if sentences is not None and sentences <= parts + 1:
         return True
     if capitals is not None and capitals <= headings:
         return True
-    text = " ".join(wanted)
-    return any(word in text for word in unwanted) or any(
+    text = " ".join(required)
+    return any(word in text for word in forbidden) or any(
         text.count(letter) >= n for letter, n in rare_letters
     )

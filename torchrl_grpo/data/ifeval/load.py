@@ -51,7 +51,7 @@ def load(cfg: Config) -> problems.Problems:
     avoid = [columns.text(row, "prompt", "ifeval") for row in [*known, *rows]]
     composed = compose(env.task_size, cfg.seed, avoid)
     train = [
-        _example(f"ifeval/composed/{i}", env, one.prompt, one.truth) for i, one in enumerate(composed, 1)
+        _example(f"ifeval/composed/{i}", env, row.prompt, row.truth) for i, row in enumerate(composed, 1)
     ]
     return problems.Problems(train=train, held_out=held_out)
 
@@ -100,13 +100,13 @@ def _benchmark(env: EnvConfig) -> list[sources.Row]:
     if split is not None:
         source.check("env.eval_split", split)
         return source.read(split)
-    found = source.first("test", "train", "input_data")
-    if source.names and found is None:
+    first_split = source.first("test", "train", "input_data")
+    if source.names and first_split is None:
         raise DataError(
             f"{source.label} has neither a test nor a train split; its splits are {', '.join(source.names)}; "
             f"write for example env.eval_split={source.names[0]}, or name IFEval's JSONL file"
         )
-    return source.read(found or "")
+    return source.read(first_split or "")
 
 
 def _examples(rows: list[sources.Row], env: EnvConfig, split: str) -> list[Example]:

@@ -112,32 +112,35 @@ def clean_truth(ids: Any, kwargs: Any, where: str) -> dict[str, Any]:
         )
     return {
         "instruction_id_list": list(ids),
-        "kwargs": [_clean_kwargs(one, given, where) for one, given in zip(ids, kwargs, strict=True)],
+        "kwargs": [
+            _clean_kwargs(instruction, arguments, where)
+            for instruction, arguments in zip(ids, kwargs, strict=True)
+        ],
     }
 
 
-def _clean_kwargs(instruction: Any, given: Any, where: str) -> dict[str, Any]:
+def _clean_kwargs(instruction: Any, arguments: Any, where: str) -> dict[str, Any]:
     if not isinstance(instruction, str) or instruction not in ARGUMENTS:
         raise DataError(
             f"ifeval: {where} has the unknown instruction {instruction!r}; known are: {', '.join(ARGUMENTS)}"
         )
-    if given is None:  # some readers turn a column of empty mappings into nulls
-        given = {}
-    if not isinstance(given, Mapping):
+    if arguments is None:  # some readers turn a column of empty mappings into nulls
+        arguments = {}
+    if not isinstance(arguments, Mapping):
         raise DataError(
-            f"ifeval: {where} has kwargs {given!r} for {instruction!r}; write a mapping of its arguments"
+            f"ifeval: {where} has kwargs {arguments!r} for {instruction!r}; write a mapping of its arguments"
         )
     cleaned: dict[str, Any] = {}
     for name, (read, description) in ARGUMENTS[instruction].items():
-        if given.get(name) is None:
+        if arguments.get(name) is None:
             raise DataError(
                 f"ifeval: {where} lacks the argument {name!r} of {instruction!r}; "
-                f"its kwargs are {dict(given)!r}; add {name!r}: {description}"
+                f"its kwargs are {dict(arguments)!r}; add {name!r}: {description}"
             )
-        value = read(given[name])
+        value = read(arguments[name])
         if value is None:
             raise DataError(
-                f"ifeval: {where} has {name}={given[name]!r} for {instruction!r}; write {description}"
+                f"ifeval: {where} has {name}={arguments[name]!r} for {instruction!r}; write {description}"
             )
         cleaned[name] = value
     return cleaned

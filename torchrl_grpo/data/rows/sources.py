@@ -162,10 +162,10 @@ def read_held_out(path: str, split: str | None = None) -> list[Row]:
     if split is not None:
         source.check("env.eval_split", split)
         return source.read(split)
-    found = source.first(*_TEST_NAMES, "train")
-    if source.names and found is None:
+    first_split = source.first(*_TEST_NAMES, "train")
+    if source.names and first_split is None:
         raise DataError(f"{source.label} has no test split; {_list_splits(source.names, 'env.eval_split')}")
-    return source.read(found or "")
+    return source.read(first_split or "")
 
 
 def open_path(path: str, key: str) -> Source:
@@ -282,17 +282,17 @@ def _overridden(hub: Hub, name: str | None, subset: str | None) -> Hub:
 
 def _split_files(folder: Path) -> dict[str, list[Path]]:
     """Return split name -> files, from a folder and its subfolder ``data``."""
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     for suffix in _SUFFIXES:
         for path in sorted(folder.glob(f"*{suffix}")):
             if not _PIECE.fullmatch(path.name) and path.name not in _METADATA_FILES:
-                found.setdefault(path.stem, [path])
-    whole = set(found)
+                splits.setdefault(path.stem, [path])
+    whole = set(splits)
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
         piece = _PIECE.fullmatch(path.name)
         if piece is not None and piece[1] not in whole:
-            found.setdefault(piece[1], []).append(path)
-    return found
+            splits.setdefault(piece[1], []).append(path)
+    return splits
 
 
 def _read_pieces(files: list[Path], source: str) -> list[Row]:

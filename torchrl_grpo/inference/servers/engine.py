@@ -74,7 +74,7 @@ class ServerEngine(SteppingEngine):
     Args:
         connection: connection to the server; closed with the engine.
         api: routes of this kind of server.
-        wanted: what the server must compute with.
+        requirements: what the server must compute with.
         folder: folder for weights on their way.
         timeout_s: seconds within which the server's engine must answer.
         needs_folder: whether the server must see the folder.
@@ -94,14 +94,14 @@ class ServerEngine(SteppingEngine):
         connection: ServerConnection,
         api: ServerApi,
         *,
-        wanted: ServerRequirements,
+        requirements: ServerRequirements,
         folder: Path,
         timeout_s: float,
         needs_folder: bool = True,
     ) -> None:
         self._connection = connection
         self._api = api
-        self._end_token_ids = wanted.end_token_ids
+        self._end_token_ids = requirements.end_token_ids
         self._folder = folder
         self._timeout_s = timeout_s
         self._names = itertools.count()
@@ -120,12 +120,12 @@ class ServerEngine(SteppingEngine):
         # An earlier run may have ended in the middle of an update, and left requests behind.
         api.abort_all(connection)
         with tempfile.NamedTemporaryFile(prefix="torchrl-grpo-", dir=folder) as seen:
-            names = None if wanted.model is None else list(wanted.model["tensors"])
+            names = None if requirements.model is None else list(requirements.model["tensors"])
             described, *others = self._call("grpo_describe", file=seen.name, tensors=names)
         api.resume(connection)
         self.identity: str = described["identity"]
         self.gpus: tuple[str, ...] = tuple(rank["gpu"] for rank in (described, *others))
-        _check_described(connection.address, described, wanted, folder if needs_folder else None)
+        _check_described(connection.address, described, requirements, folder if needs_folder else None)
         self._ranks = 1 + len(others)
         if described["ranks"] != self._ranks:
             raise ConfigError(
@@ -197,21 +197,21 @@ class ServerEngine(SteppingEngine):
             self._connection.send_later(self._api.sign_of_life, partial(self._on_answer, None))
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
-        found = self._api.sampled(answer)
-        named = self._weights_name is not None and found.completion.token_ids
-        if named and found.weights != {self._weights_name}:
+        sampled = self._api.sampled(answer)
+        named = self._weights_name is not None and sampled.completion.token_ids
+        if named and sampled.weights != {self._weights_name}:
             raise ServerLost(
-                f"{self._connection.address} generated with weights {sorted(found.weights)} and was given "
+                f"{self._connection.address} generated with weights {sorted(sampled.weights)} and was given "
                 f"{self._weights_name}: it was restarted, or another run uses it"
             )
-        return found.completion
+        return sampled.completion
 
     def abort_all(self) -> dict[Hashable, Completion]:
-        found: dict[Hashable, Completion] = {}
+        completions: dict[Hashable, Completion] = {}
         while self._running:
             self._api.abort_all(self._connection)
-            found.update(self._received(_ABORT_AGAIN_S))
-        return found
+            completions.update(self._received(_ABORT_AGAIN_S))
+        return completions
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         rows = []
@@ -285,11 +285,11 @@ class ServerEngine(SteppingEngine):
         self._call("grpo_locate_weights", shapes={name: list(shape) for name, shape in shapes.items()})
         if self._ranks == 1:
             return
-        found = [Checksums.from_json(held) for held in self._call("grpo_held")]
-        whole = merge_ranks(found, self._shapes)
+        ranks = [Checksums.from_json(held) for held in self._call("grpo_held")]
+        whole = merge_ranks(ranks, self._shapes)
         missing = [name for name in shapes if name not in whole.values]
         for name in missing:
-            if any(rank.values.get(name) or rank.parts.get(name) for rank in found):
+            if any(rank.values.get(name) or rank.parts.get(name) for rank in ranks):
                 raise _loading_error(self._connection.address, f"only a part of {name}")
         self._by_loader = bool(missing)
         if missing:
@@ -299,7 +299,7 @@ class ServerEngine(SteppingEngine):
                     raise _loading_error(self._connection.address, f"nothing of {name}")
 
     def checksums(self) -> tuple[Checksums, ...]:
-        ranks = [Checksums.from_json(found) for found in self._call("grpo_checksums")]
+        ranks = [Checksums.from_json(held) for held in self._call("grpo_checksums")]
         return (merge_ranks(ranks, self._shapes),)
 
     def reset_cache(self) -> None:
@@ -321,41 +321,44 @@ class ServerEngine(SteppingEngine):
 
 
 def _check_described(
-    address: str, found: Mapping[str, Any], wanted: ServerRequirements, folder: Path | None
+    address: str, described: Mapping[str, Any], requirements: ServerRequirements, folder: Path | None
 ) -> None:
     """Compare what a server says of itself with what it must be; ``folder`` None skips that check."""
-    dtype = name_of(wanted.dtype)
+    dtype = name_of(requirements.dtype)
     start = f"inference_model.servers: the server at {address}"
     again = "start it with grpo-serve and the arguments of this run"
     # First, because the other checks advise to change keys of the run.
-    if wanted.model is not None and (other := difference(wanted.model, found["model"])) is not None:
+    if (
+        requirements.model is not None
+        and (other := difference(requirements.model, described["model"])) is not None
+    ):
         raise ConfigError(
-            f"{start} was started with another model, {found['model']['source']}, than this run "
-            f"({wanted.model['source']}): {other}; {again}, or write its model.name here"
+            f"{start} was started with another model, {described['model']['source']}, than this run "
+            f"({requirements.model['source']}): {other}; {again}, or write its model.name here"
         )
-    if found["dtype"] != dtype:
+    if described["dtype"] != dtype:
         raise ConfigError(
-            f"{start} computes in {found['dtype']}, and the run publishes weights in {dtype}; write "
-            f"inference_model.dtype={found['dtype']}, or {again}"
+            f"{start} computes in {described['dtype']}, and the run publishes weights in {dtype}; write "
+            f"inference_model.dtype={described['dtype']}, or {again}"
         )
-    head = dtype if wanted.head_dtype is None else name_of(wanted.head_dtype)
-    if found["head_dtypes"] != [head]:
+    head = dtype if requirements.head_dtype is None else name_of(requirements.head_dtype)
+    if described["head_dtypes"] != [head]:
         raise ConfigError(
-            f"{start} computes logits in {', '.join(found['head_dtypes'])}, and the run needs {head} "
+            f"{start} computes logits in {', '.join(described['head_dtypes'])}, and the run needs {head} "
             f"(inference_model.head_dtype); {again}"
         )
-    if found["max_model_len"] < wanted.max_model_len:
+    if described["max_model_len"] < requirements.max_model_len:
         raise ConfigError(
-            f"{start} takes {found['max_model_len']} tokens, and the run needs "
-            f"inference_model.max_model_len={wanted.max_model_len}; write inference_model.max_model_len="
-            f"{found['max_model_len']}, or {again}"
+            f"{start} takes {described['max_model_len']} tokens, and the run needs "
+            f"inference_model.max_model_len={requirements.max_model_len}; write "
+            f"inference_model.max_model_len={described['max_model_len']}, or {again}"
         )
-    if found["logprobs_mode"] != "processed_logprobs":
+    if described["logprobs_mode"] != "processed_logprobs":
         raise ConfigError(
-            f"{start} returns {found['logprobs_mode']}, and the run needs processed_logprobs, the "
+            f"{start} returns {described['logprobs_mode']}, and the run needs processed_logprobs, the "
             f"log-probabilities of the distribution that is sampled; {again}"
         )
-    if folder is not None and not found["sees_file"]:
+    if folder is not None and not described["sees_file"]:
         raise ConfigError(
             f"{start} does not see files in {folder}, through which weights travel; start it on this "
             "machine, and in the same container, or write inference_model.weight_transfer=folder and "

@@ -55,8 +55,8 @@ class RequireKey:
             await send_json(send, 401, {"error": "Unauthorized"})
 
     def _is_allowed(self, scope: Scope) -> bool:
-        found = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = found.partition(b" ")
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = header.partition(b" ")
         # Digests are compared, so that the time taken tells nothing about the key.
         return scheme.lower() == b"bearer" and secrets.compare_digest(_digest(key), self._digest)
 

@@ -113,11 +113,11 @@ def read_file(bucket: Bucket) -> Tensor:
     """
     deadline = time.monotonic() + _LAG_S
     while True:
-        found = _read(Path(bucket.path), bucket.size)
-        if len(found) == bucket.size and checksum(found) == bucket.checksum:
-            return found
+        content = _read(Path(bucket.path), bucket.size)
+        if len(content) == bucket.size and checksum(content) == bucket.checksum:
+            return content
         if time.monotonic() > deadline:
-            what = f"has {len(found)} bytes" if len(found) != bucket.size else "has other content"
+            what = f"has {len(content)} bytes" if len(content) != bucket.size else "has other content"
             raise TimeoutError(
                 f"{bucket.path} should have {bucket.size} bytes of weights, and {what} after {_LAG_S:g} s"
             )

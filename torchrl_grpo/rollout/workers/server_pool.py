@@ -167,7 +167,7 @@ class _Member:
         engine = ServerEngine(
             self._connection,
             spec.kind.api,
-            wanted=wanted,
+            requirements=wanted,
             folder=self._pool.folder,
             timeout_s=timeout_s,
             needs_folder=self._pool.carrier.needs_folder,

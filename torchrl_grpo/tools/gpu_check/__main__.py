@@ -40,23 +40,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a stage may take (600)")
     parser.add_argument("--kernel", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="further words of every run")
-    asked = parser.parse_args(argv)
-    if asked.kernel is not None:
-        return _run_kernel(*asked.kernel)
-    folder = work_folder(parser, asked.folder, "gpu-check-")
+    arguments = parser.parse_args(argv)
+    if arguments.kernel is not None:
+        return _run_kernel(*arguments.kernel)
+    folder = work_folder(parser, arguments.folder, "gpu-check-")
     try:
         gpus = len(hardware.present().gpus)
-        context = Context(folder, _model(asked.model, gpus, folder), gpus, asked.overrides, asked.limit)
+        context = Context(
+            folder, _model(arguments.model, gpus, folder), gpus, arguments.overrides, arguments.limit
+        )
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     results: list[Result] = []
-    for name in asked.only or [name for name in STAGES if name not in asked.skip]:
+    for name in arguments.only or [name for name in STAGES if name not in arguments.skip]:
         results.append(run_stage(name, STAGES[name], context))
         write(folder / RESULTS, results)
         print(line(results[-1]), flush=True)
     print(f"\n{table(results)}\n{folder / RESULTS} has all figures, and {folder} the runs")
-    return int(any(one.status is Status.failed for one in results))
+    return int(any(result.status is Status.failed for result in results))
 
 
 def run_stage(name: str, stage: Stage, context: Context) -> Result:

@@ -41,11 +41,11 @@ def environment(model: Path) -> Figures:
     """Read what the machine is, and measure its matrix products."""
     choose_kernels()
     device = _device()
-    found: Figures = {"python": platform.python_version()}
-    found |= {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)}
+    figures: Figures = {"python": platform.python_version()}
+    figures |= {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        figures |= {
             "gpus": torch.cuda.device_count(),
             "gpu": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
@@ -53,8 +53,8 @@ def environment(model: Path) -> Figures:
             "cuda": str(torch.version.cuda),
         }
     for dtype in (torch.float32, torch.bfloat16):
-        found[f"{str(dtype).removeprefix('torch.')}_tflops"] = _matrix_product(device, dtype)
-    return found
+        figures[f"{str(dtype).removeprefix('torch.')}_tflops"] = _matrix_product(device, dtype)
+    return figures
 
 
 def scores(model: Path) -> Figures:
@@ -68,17 +68,17 @@ def scores(model: Path) -> Figures:
     shared = _scored(TokenScorer(there), batch)
     plain = _scored(TokenScorer(there, shares_prefix=False), batch)
     half = _scored(TokenScorer(there, autocast_dtype=torch.bfloat16), batch)
-    found: Figures = {}
-    for name, one, other in (("to_cpu", shared, exact), ("shared_to_plain", shared, plain)):
-        found[f"{name}_nats"], found[f"{name}_gradient"] = _apart(one, other)
-        _check(f"{name}_nats", float(found[f"{name}_nats"]), _FLOAT32_NATS)
-        _check(f"{name}_gradient", float(found[f"{name}_gradient"]), _FLOAT32_GRADIENT)
-    found["bfloat16_nats"], found["bfloat16_gradient"] = _apart(half, shared)
-    _check("bfloat16_nats", float(found["bfloat16_nats"]), _BFLOAT16_NATS)
-    found["shared_speedup"] = _seconds(lambda: _scored(TokenScorer(there, shares_prefix=False), batch)) / (
+    figures: Figures = {}
+    for name, scored, other in (("to_cpu", shared, exact), ("shared_to_plain", shared, plain)):
+        figures[f"{name}_nats"], figures[f"{name}_gradient"] = _apart(scored, other)
+        _check(f"{name}_nats", float(figures[f"{name}_nats"]), _FLOAT32_NATS)
+        _check(f"{name}_gradient", float(figures[f"{name}_gradient"]), _FLOAT32_GRADIENT)
+    figures["bfloat16_nats"], figures["bfloat16_gradient"] = _apart(half, shared)
+    _check("bfloat16_nats", float(figures["bfloat16_nats"]), _BFLOAT16_NATS)
+    figures["shared_speedup"] = _seconds(lambda: _scored(TokenScorer(there, shares_prefix=False), batch)) / (
         _seconds(lambda: _scored(TokenScorer(there), batch))
     )
-    return found
+    return figures
 
 
 def flash(model: Path) -> Figures:
@@ -89,25 +89,27 @@ def flash(model: Path) -> Figures:
     varlen.varlen = True
     if reason := varlen_choice.unsupported(varlen):
         return {"not_used": reason}
-    found: Figures = {}
+    figures: Figures = {}
     for name, window in (("kernel", None), ("kernel_window", 70)):
-        found[f"{name}_error"] = varlen_choice.kernel_error(there, torch.bfloat16, window)
-        _check(f"{name}_error", float(found[f"{name}_error"]), _KERNEL_ERROR)
+        figures[f"{name}_error"] = varlen_choice.kernel_error(there, torch.bfloat16, window)
+        _check(f"{name}_error", float(figures[f"{name}_error"]), _KERNEL_ERROR)
     batch = batch_of(there.config.vocab_size)
-    exact, with_masks, without = (_scored(one, batch) for one in (TokenScorer(there), masked, varlen))
+    exact, with_masks, without = (_scored(scorer, batch) for scorer in (TokenScorer(there), masked, varlen))
     for name, bound, its in zip(
         ("nats", "gradient"), _apart(with_masks, exact), _apart(without, exact), strict=True
     ):
-        found[f"masks_{name}"], found[f"varlen_{name}"] = bound, its
+        figures[f"masks_{name}"], figures[f"varlen_{name}"] = bound, its
         _check(f"varlen_{name}", its, _ERRORS_RATIO * bound)
     there.config.num_hidden_layers = 1
     layer = AutoModelForCausalLM.from_config(there.config, dtype=torch.float32).to(_device())
     # Prepares the layer for rows of groups.
     assert TokenScorer(layer).shares_prefix
     for tokens in _TIMED_RESPONSES:
-        seconds = [_seconds(partial(_layer_pass, layer, tokens, one)) for one in (False, True)]
-        found[f"times_as_fast_{tokens}"] = seconds[0] / seconds[1]
-    return found
+        seconds = [
+            _seconds(partial(_layer_pass, layer, tokens, without_masks)) for without_masks in (False, True)
+        ]
+        figures[f"times_as_fast_{tokens}"] = seconds[0] / seconds[1]
+    return figures
 
 
 def _layer_pass(model: PreTrainedModel, tokens: int, without_masks: bool) -> None:
@@ -139,8 +141,8 @@ def _installed(package: str) -> bool:
 def _matrix_product(device: torch.device, dtype: torch.dtype) -> float:
     """Return the speed of a square product in TFLOP/s."""
     size = 8192 if device.type == "cuda" else 1024
-    one = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / _seconds(lambda: one @ one) / 1e12
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / _seconds(lambda: matrix @ matrix) / 1e12
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -183,12 +185,12 @@ def _scored(
 
 
 def _apart(
-    one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
+    scored: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
 ) -> tuple[float, float]:
     """Return the largest difference of log-probabilities, and of gradients as a share of the largest."""
-    nats = float((one[0] - other[0]).abs().max())
+    nats = float((scored[0] - other[0]).abs().max())
     largest = max(float(gradient.abs().max()) for gradient in other[1].values())
-    return nats, max(float((one[1][name] - g).abs().max()) for name, g in other[1].items()) / largest
+    return nats, max(float((scored[1][name] - g).abs().max()) for name, g in other[1].items()) / largest
 
 
 def _check(name: str, value: float, bound: float) -> None:

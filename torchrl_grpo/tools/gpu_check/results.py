@@ -44,22 +44,24 @@ class Result:
 
 def write(path: Path, results: Sequence[Result]) -> None:
     """Write the results so far; a reader never sees half of a file."""
-    replace(path, json.dumps([asdict(one) for one in results], indent=1) + "\n")
+    replace(path, json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
 def line(result: Result) -> str:
     """Return what is printed when a stage has ended."""
     figures = ", ".join(f"{name} {_shown(value)}" for name, value in result.figures.items())
-    said = "; ".join(part for part in (figures, result.reason[:_REASON]) if part)
-    return f"{result.stage:<12} {result.status:<8} {result.seconds:5.0f} s  {said}".rstrip()
+    details = "; ".join(part for part in (figures, result.reason[:_REASON]) if part)
+    return f"{result.stage:<12} {result.status:<8} {result.seconds:5.0f} s  {details}".rstrip()
 
 
 def table(results: Sequence[Result]) -> str:
     """Return all results as aligned lines."""
     rows = [("stage", "result", "seconds", "figures")]
-    for one in results:
-        figures = ", ".join(f"{name} {_shown(value)}" for name, value in one.figures.items())
-        rows.append((one.stage, one.status, f"{one.seconds:.0f}", figures or one.reason[:_REASON]))
+    for result in results:
+        figures = ", ".join(f"{name} {_shown(value)}" for name, value in result.figures.items())
+        rows.append(
+            (result.stage, result.status, f"{result.seconds:.0f}", figures or result.reason[:_REASON])
+        )
     return aligned(rows, numbers=frozenset({2}))
 
 

@@ -87,8 +87,8 @@ def kernel(name: str) -> Callable[[Context], Figures]:
         answer = context.folder / f"{name}.json"
         words = ["-m", "torchrl_grpo.tools.gpu_check", "--kernel", name, str(context.model), str(answer)]
         _call(context, name, [sys.executable, *words])
-        found: Figures = json.loads(answer.read_text())
-        return found
+        figures: Figures = json.loads(answer.read_text())
+        return figures
 
     return run
 
@@ -106,8 +106,8 @@ def train(
     """
 
     def run(context: Context) -> Figures:
-        said = _train(context, name, (*numbers, *words), script)
-        return _figures(context.folder / name, said, _NATS[numbers])
+        log_text = _train(context, name, (*numbers, *words), script)
+        return _figures(context.folder / name, log_text, _NATS[numbers])
 
     return run
 
@@ -137,14 +137,14 @@ def _call(context: Context, name: str, command: Sequence[str]) -> str:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    said = log.read_text(errors="replace")
+    log_text = log.read_text(errors="replace")
     if code:
-        last = [text for text in said.splitlines() if text.strip()][-1:]
+        last = [text for text in log_text.splitlines() if text.strip()][-1:]
         raise TrainingStopped(f"exit code {code}: {' '.join(last)} ({log})")
-    return said
+    return log_text
 
 
-def _figures(folder: Path, said: str, nats: float) -> Figures:
+def _figures(folder: Path, log_text: str, nats: float) -> Figures:
     """Check a run that has ended, and return its figures."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["step"] > 0]
@@ -158,18 +158,18 @@ def _figures(folder: Path, said: str, nats: float) -> Figures:
     # that of the trainer's process.
     on_gpu = [line[name] for line in trained for name in _CUDA_MEMORY if line.get(name)]
     peak = float(max(on_gpu, default=summary["peak_memory_gib"]))
-    found: Figures = {
+    figures: Figures = {
         "engine_to_trainer_nats": gap,
         "generated_tokens_per_s": _usual(trained, "throughput/generated_tokens_per_s"),
         "trained_tokens_per_s": _usual(trained, "throughput/trained_tokens_per_s"),
         "publish_s": _usual(trained, "time/publish_s"),
         "peak_gib": peak,
     }
-    if predicted := _PEAK.findall(said):
-        found["predicted_gib"] = max(float(peak) for _, peak in predicted)
-        if peak > (1 + _MEMORY_SHARE) * float(found["predicted_gib"]) + _MEMORY_GIB:
-            raise TrainingStopped(f"{peak:.2f} GiB were used, and {found['predicted_gib']} predicted")
-    return found
+    if predicted := _PEAK.findall(log_text):
+        figures["predicted_gib"] = max(float(peak) for _, peak in predicted)
+        if peak > (1 + _MEMORY_SHARE) * float(figures["predicted_gib"]) + _MEMORY_GIB:
+            raise TrainingStopped(f"{peak:.2f} GiB were used, and {figures['predicted_gib']} predicted")
+    return figures
 
 
 def _usual(lines: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -188,8 +188,8 @@ def sweep(context: Context) -> Figures:
     (context.folder / "brevity.py").write_text(_BREVITY)
     own = f"reward.functions={{brevity: {context.folder}/brevity.py:brevity}}"
     command = [sys.executable, str(program("grpo.py")), *_RUN, own, f"model.name={context.model}", *words]
-    said = _call(context, "sweep", [*command, *context.words])
-    peaks = [_figures(context.folder / "sweep" / job, said, _NATS[_FLOAT32])["peak_gib"] for job in "01"]
+    log_text = _call(context, "sweep", [*command, *context.words])
+    peaks = [_figures(context.folder / "sweep" / job, log_text, _NATS[_FLOAT32])["peak_gib"] for job in "01"]
     if float(peaks[1]) > float(peaks[0]) + _MEMORY_GIB:
         raise TrainingStopped(f"the second job took {peaks[1]:.2f} GiB, and the first {peaks[0]:.2f}")
     return {"first_peak_gib": peaks[0], "second_peak_gib": peaks[1]}
@@ -204,33 +204,33 @@ def resume(context: Context) -> Figures:
     words = ["--kills", "1", "--folder", str(context.folder / "resume"), f"model.name={context.model}"]
     command = [sys.executable, "-m", "torchrl_grpo.tools.verify_resume", *words, *_FLOAT32, *context.words]
     try:
-        said = _call(context, "resume", command)
+        log_text = _call(context, "resume", command)
     except TrainingStopped as error:
-        said = (context.folder / "resume.log").read_text(errors="replace")
+        log_text = (context.folder / "resume.log").read_text(errors="replace")
         # On a GPU the numbers may differ, but no line may be missing. Whatever else is wrong has another end.
-        rounding = "1 kills: the resumed run DIFFERS" in said and "different: one has" not in said
+        rounding = "1 kills: the resumed run DIFFERS" in log_text and "different: one has" not in log_text
         if context.gpus == 0 or not rounding:
             raise error
-    return {"resumed": "equals" if "the resumed run equals" in said else "ends with other rounding"}
+    return {"resumed": "equals" if "the resumed run equals" in log_text else "ends with other rounding"}
 
 
 def sleep(context: Context) -> Figures:
     """Compare an engine that frees its memory with one that does not."""
-    found: Figures = {}
+    figures: Figures = {}
     for value in ("true", "false"):
         name = f"sleep_{value}"
-        said = _train(context, name, (*_FLOAT32, f"inference_model.sleep={value}"), "grpo.py")
-        _figures(context.folder / name, said, _NATS[_FLOAT32])
+        log_text = _train(context, name, (*_FLOAT32, f"inference_model.sleep={value}"), "grpo.py")
+        _figures(context.folder / name, log_text, _NATS[_FLOAT32])
         lines = [json.loads(line) for line in (context.folder / name / "metrics.jsonl").open()]
-        found[f"{name}_step_s"] = float(lines[-2]["time/step_s"])
+        figures[f"{name}_step_s"] = float(lines[-2]["time/step_s"])
         # In use while the trainer is about to train.
-        found[f"{name}_gib"] = float(lines[-2]["memory/prepare_cuda_gib"])
-    if not float(found["sleep_true_gib"]) < 0.8 * float(found["sleep_false_gib"]):
+        figures[f"{name}_gib"] = float(lines[-2]["memory/prepare_cuda_gib"])
+    if not float(figures["sleep_true_gib"]) < 0.8 * float(figures["sleep_false_gib"]):
         raise TrainingStopped(
-            f"an engine that sleeps leaves {found['sleep_true_gib']:.2f} GiB in use, and one that stays "
-            f"awake {found['sleep_false_gib']:.2f}"
+            f"an engine that sleeps leaves {figures['sleep_true_gib']:.2f} GiB in use, and one that stays "
+            f"awake {figures['sleep_false_gib']:.2f}"
         )
-    return found
+    return figures
 
 
 def against_trl(context: Context) -> Figures:
@@ -240,8 +240,8 @@ def against_trl(context: Context) -> Figures:
     words += ["--model", str(context.model), "--prompts", "4", "--samples", "8", "--output", str(output)]
     root = Path(__file__).resolve().parents[3]
     _call(context, "trl", ["env", f"PYTHONPATH={root}", sys.executable, *words])
-    (found,) = json.loads((output / "results.json").read_text()).values()
-    low, middle, high = found["figures"]["ratio"]
+    (comparison,) = json.loads((output / "results.json").read_text()).values()
+    low, middle, high = comparison["figures"]["ratio"]
     return {"times_as_fast": middle, "lowest": low, "highest": high}
 
 

@@ -52,18 +52,18 @@ def step(model: Path) -> Figures:
     started = time.perf_counter()
     optimizer_step(batch.clone())
     torch.cuda.synchronize()
-    found: Figures = {"step_s": time.perf_counter() - started}
+    figures: Figures = {"step_s": time.perf_counter() - started}
     waits = _waits(optimizer_step, batch)
     _check("waits in a micro-batch", len(waits), 0, "; ".join(sorted(set(waits))))
     head = weights.get_output_embeddings().weight.detach().bfloat16()
     hidden = torch.randn(64, head.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = hidden.double() @ head.cpu().double().T
-    found["head_difference"] = _largest(linear(hidden.to(device), head), exact)
-    _check("difference of the head's product", found["head_difference"], _PRODUCT)
+    figures["head_difference"] = _largest(linear(hidden.to(device), head), exact)
+    _check("difference of the head's product", figures["head_difference"], _PRODUCT)
     keys = torch.tensor([0, 1, -1, 2**62])
-    found["noise_difference"] = _largest(hashed(keys.to(device), 10_000), hashed(keys, 10_000))
-    _check("difference of the noise", found["noise_difference"], _NOISE)
-    return found | _parked(optimizer_step, batch)
+    figures["noise_difference"] = _largest(hashed(keys.to(device), 10_000), hashed(keys, 10_000))
+    _check("difference of the noise", figures["noise_difference"], _NOISE)
+    return figures | _parked(optimizer_step, batch)
 
 
 def _groups(vocabulary: int) -> TensorDict:
@@ -85,7 +85,7 @@ def _groups(vocabulary: int) -> TensorDict:
 def _waits(optimizer_step: OptimizerStep, batch: TensorDict) -> list[str]:
     """Return what torch says about each wait for the GPU in the passes of a micro-batch."""
     totals = count_totals(batch["masks", "loss"])
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -94,7 +94,9 @@ def _waits(optimizer_step: OptimizerStep, batch: TensorDict) -> list[str]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     optimizer_step.backend.zero_grad()
-    return [f"{one.filename}:{one.lineno}" for one in said if "synchroniz" in str(one.message)]
+    return [
+        f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)
+    ]
 
 
 def _parked(optimizer_step: OptimizerStep, batch: TensorDict) -> Figures:
@@ -115,8 +117,8 @@ def _parked(optimizer_step: OptimizerStep, batch: TensorDict) -> Figures:
     return {"parked_mib": freed / _MIB, "park_s": seconds}
 
 
-def _largest(one: Tensor, other: Tensor) -> float:
-    return float((one.cpu().double() - other.double()).abs().max())
+def _largest(values: Tensor, other: Tensor) -> float:
+    return float((values.cpu().double() - other.double()).abs().max())
 
 
 def _check(what: str, value: float | str, most: float, more: str = "") -> None:

@@ -92,7 +92,7 @@ def _cached_tokens(cfg: Config, dtype: torch.dtype, max_num_seqs: int) -> int:
 
 
 def _variables(on_cpu: bool, timeout_s: float) -> dict[str, str]:
-    found = {
+    variables = {
         # This project's environment has packages of other versions.
         "PYTHONPATH": "",
         # A connection that is not used for some seconds is one of a trainer that trains.
@@ -103,14 +103,14 @@ def _variables(on_cpu: bool, timeout_s: float) -> dict[str, str]:
         "SGLANG_HEALTH_CHECK_TIMEOUT": str(max(20, int(timeout_s))),
     }
     if on_cpu:
-        found |= {
+        variables |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             # Without this, angles of positions are rounded to the weights' format.
             "SGLANG_ROPE_CACHE_FP32": "1",
             # Compiling small helpers takes longer than it gains.
             "TORCH_COMPILE_DISABLE": "1",
         }
-    return found
+    return variables
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -121,7 +121,7 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
         if value is True:
             words.append(flag)
         elif isinstance(value, list):
-            words += [flag, *(str(one) for one in value)]
+            words += [flag, *(str(item) for item in value)]
         elif value is not None and value is not False:
             words += [flag, value if isinstance(value, str) else json.dumps(value)]
     return words

@@ -67,25 +67,25 @@ class Methods:
         raise ValueError(f"there is no method {method}")
 
     def _describe(self, file: str, tensors: list[str] | None = None) -> dict[str, Any]:
-        given = _server_args()
+        server_args = _server_args()
         self._reader = BucketReader()
         dtype = name_of(self._weights.dtype)
         return {
             "dtype": dtype,
-            "head_dtypes": ["float32" if given.enable_fp32_lm_head else dtype],
-            "max_model_len": given.context_length,
+            "head_dtypes": ["float32" if server_args.enable_fp32_lm_head else dtype],
+            "max_model_len": server_args.context_length,
             # SGLang's own name of the variable with which it returns those of temperature 1.
             "logprobs_mode": "raw_logprobs"
             if "SGLANG_RETURN_ORIGINAL_LOGPROB" in os.environ
             else "processed_logprobs",
             "sees_file": Path(file).exists(),
-            "ranks": given.tp_size * given.pp_size,
+            "ranks": server_args.tp_size * server_args.pp_size,
             # Weights do not reach it through GPUs.
             "gpu": "",
             "identity": f"{id(self)} of {os.getpid()} on {_BOOT.read_text().strip()}",
             "model": None
             if tensors is None
-            else describe(given.model_path, tensors, trust_remote_code=given.trust_remote_code),
+            else describe(server_args.model_path, tensors, trust_remote_code=server_args.trust_remote_code),
         }
 
 
@@ -110,8 +110,8 @@ def answer(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
         named_tensors: messages in place of names. The tensors are empty.
     """
     for message, _ in named_tensors:
-        asked = json.loads(message)
-        file = Path(asked["answer"])
+        request = json.loads(message)
+        file = Path(request["answer"])
         if not file.name.startswith(ANSWER_PREFIX):
             continue
         try:
@@ -122,7 +122,7 @@ def answer(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
         with os.fdopen(opened, "w") as writer:
             try:
                 with torch.no_grad():
-                    content = {"result": _methods_of(model).run(asked["method"], asked["arguments"])}
+                    content = {"result": _methods_of(model).run(request["method"], request["arguments"])}
             except Exception as error:  # noqa: BLE001  it is reported
                 traceback.print_exc()
                 content = {"error": f"{type(error).__name__}: {error}"}

@@ -50,7 +50,7 @@ def main() -> None:
     # SGLang's own check leaves some routes open, and has the key on the command line.
     http_server.app.add_middleware(RequireKey, variable=SGLANG_KEY_VARIABLE)
     # It would ask this server over TCP and without the key.
-    http_server._freeze_gc_after_server_warmup = lambda *given: None
+    http_server._freeze_gc_after_server_warmup = lambda *arguments: None
     if ours.uds is not None:
         # SGLang has no argument for a socket file, and its server has.
         uvicorn = http_server.uvicorn

@@ -27,11 +27,11 @@ def register() -> None:
     HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw, HookType.REPLACE)
 
 
-def _give_seeds(found: Any, kind: type, batch: Any, *more: Any, **named: Any) -> None:
+def _give_seeds(info: Any, kind: type, batch: Any, *more: Any, **named: Any) -> None:
     """Give a batch's sampling parameters the seeds of its requests; see :func:`register`."""
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     # A request without a seed is a greedy one, or one of the probe: any will do.
-    found.sampling_seed = torch.tensor([seed or 0 for seed in seeds], dtype=torch.int64)
+    info.sampling_seed = torch.tensor([seed or 0 for seed in seeds], dtype=torch.int64)
 
 
 def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class SGLangWeights:
         # nothing, SGLang ignores the tensor.
         for name in self._layout.unreadable(shapes):
             again = self._with_fingerprints(shapes, other=name)
-            if all(torch.equal(again[key].rows, one.rows) for key, one in seen.items()):
+            if all(torch.equal(again[key].rows, record.rows) for key, record in seen.items()):
                 raise _loading_error(f"nothing of {name}")
 
     def _with_fingerprints(self, shapes: Mapping[str, Shape], other: str | None = None) -> dict[str, Seen]:
@@ -66,8 +66,10 @@ class SGLangWeights:
     def checksums(self) -> Checksums:
         """Compute the checksums of all weights that the model computes with."""
         assert self._layout is not None
-        found = [one for key, tensor in self._readable() for one in self._layout.read(key, tensor)]
-        return collect_checksums(found, self.dtype)
+        checksums = [
+            checksum for key, tensor in self._readable() for checksum in self._layout.read(key, tensor)
+        ]
+        return collect_checksums(checksums, self.dtype)
 
     def _readable(self) -> Iterator[tuple[str, Tensor]]:
         """Yield keys and tensors of the nonempty parameters and buffers, each storage once."""

@@ -55,7 +55,7 @@ def _command(source: str, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _variables(eager: bool, on_cpu: bool) -> dict[str, str]:
-    found = {
+    variables = {
         # Without this, vLLM has no routes to pause, to load weights and to call the worker.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -66,14 +66,14 @@ def _variables(eager: bool, on_cpu: bool) -> dict[str, str]:
     }
     if on_cpu:
         # vLLM would give all but one core of the machine to every server.
-        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # The engine's process also computes the model. A worker process would cost memory, and the engine
         # would wait for its results in a loop that takes a core. Engines of several ranks ignore this.
-        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if eager:
             # Compiling vLLM's small helpers takes half a minute of the first request, and gains nothing.
-            found["TORCH_COMPILE_DISABLE"] = "1"
+            variables["TORCH_COMPILE_DISABLE"] = "1"
     else:
         # Without this, Triton's attention in float32 uses TF32 (10 mantissa bits, not 23).
-        found["TRITON_F32_DEFAULT"] = "ieee"
-    return found
+        variables["TRITON_F32_DEFAULT"] = "ieee"
+    return variables

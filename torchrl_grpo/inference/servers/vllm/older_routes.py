@@ -110,8 +110,8 @@ class OlderRoutes:
         return {"success": await vllm_compat.reset_cache(client)}
 
 
-def _entry(token: int, found: Any) -> dict[str, Any]:
+def _entry(token: int, record: Any) -> dict[str, Any]:
     """Return vLLM's record of a token as JSON; a NaN has no rank."""
-    logprob = found.logprob
+    logprob = record.logprob
     finite = logprob if math.isfinite(logprob) else _LOWEST
-    return {"token_id": token, "logprob": finite, "rank": found.rank or None}
+    return {"token_id": token, "logprob": finite, "rank": record.rank or None}
