@@ -34,12 +34,13 @@ gpu-check: setup-dev  ## Check that this machine's GPUs train correctly, in stag
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)
 
-lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), imports between subpackages (import-linter) and spelling (codespell)
+lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), imports between subpackages (import-linter), spelling (codespell) and names of variables
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-cache
 	.venv/bin/codespell
+	$(PY) scripts/check_names.py
 
 docs: setup-dev  ## Build the documentation's site, with the API reference, into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
