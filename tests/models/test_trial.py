@@ -232,5 +232,5 @@ def test_a_kernel_for_16_bits_is_tried_under_autocast(
     assert len(said) == (0 if reason is None else 1)
     assert reason is None or re.search(f"{name} cannot be used .{reason}.*; sdpa is used instead", said[0])
     # And the trials before training run without it.
-    assert not shares_prefix(model, wanted=False)
+    assert not shares_prefix(model, requested=False)
     assert model.config._attn_implementation == (name if reason is None else "sdpa")

@@ -331,8 +331,8 @@ def clone_tensors(state: Any) -> Any:
 
 
 def _step_dirs(root: Path) -> list[Path]:
-    found = [path for path in root.glob("*") if is_step(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name))
+    folders = [path for path in root.glob("*") if is_step(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name))
 
 
 def _rename_for_removal(folder: Path) -> Path:
@@ -352,21 +352,21 @@ def _remove(path: Path) -> None:
 
 def _with_defaults(saved: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     """Add the defaults of keys that did not exist when the configuration was saved."""
-    found = dict(saved)
+    merged = dict(saved)
     for key, default in defaults.items():
-        if key not in found:
-            found[key] = default
-        elif isinstance(default, dict) and isinstance(found[key], dict):
-            found[key] = _with_defaults(found[key], default)
-    return found
+        if key not in merged:
+            merged[key] = default
+        elif isinstance(default, dict) and isinstance(merged[key], dict):
+            merged[key] = _with_defaults(merged[key], default)
+    return merged
 
 
 def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
-        found = []
+        changes = []
         for key in sorted({*before, *now}):
-            found += _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return found
+            changes += _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return changes
     return [] if before == now else [(prefix, before, now)]
 
 

@@ -34,8 +34,8 @@ _OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, oldest first."""
     manifests = run_dir.glob(f"checkpoints/*/{MANIFEST}")
-    found = [manifest.parent for manifest in manifests if is_step(manifest.parent.name)]
-    return sorted(found, key=lambda folder: int(folder.name))
+    folders = [manifest.parent for manifest in manifests if is_step(manifest.parent.name)]
+    return sorted(folders, key=lambda folder: int(folder.name))
 
 
 def is_step(name: str) -> bool:
@@ -47,15 +47,15 @@ def is_step(name: str) -> bool:
 def explain(error: BaseException, run_dir: Path) -> ConfigError | None:
     """Describe what the system said of a file of a run folder; None if the error is about something else."""
     # A library may have raised an error of its own because of it.
-    found = error if isinstance(error, OSError) else error.__cause__
-    if isinstance(error, UserError) or not isinstance(found, OSError):
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(error, UserError) or not isinstance(cause, OSError):
         return None
     folder = Path(os.path.abspath(run_dir))
-    for name in (found.filename, found.filename2):
+    for name in (cause.filename, cause.filename2):
         path = Path(os.path.abspath(name)) if isinstance(name, str | Path) else None
         if path is not None and (path == folder or path in folder.parents or folder in path.parents):
             return ConfigError(
-                f"the run folder {run_dir} cannot be used: {path}: {found.strerror}; repair that, or write "
+                f"the run folder {run_dir} cannot be used: {path}: {cause.strerror}; repair that, or write "
                 "hydra.run.dir=<another folder> for a new run instead"
             )
     return None
@@ -192,11 +192,11 @@ def launch_command(run_dir: Path) -> str:
     try:
         hydra = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]
         command = [f"{hydra['job']['name']}.py", f"--config-name={hydra['job']['config_name']}"]
-        for one in hydra["runtime"]["config_sources"]:
-            if one["provider"] == "command-line":
-                command.append(f"--config-dir={one['path']}")
-            elif one["provider"] == "main" and Path(one["path"]) != config_dir():
-                command.append(f"--config-path={one['path']}")
+        for source in hydra["runtime"]["config_sources"]:
+            if source["provider"] == "command-line":
+                command.append(f"--config-dir={source['path']}")
+            elif source["provider"] == "main" and Path(source["path"]) != config_dir():
+                command.append(f"--config-path={source['path']}")
         command += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
         words = yaml.safe_load(read_regular(record / "overrides.yaml"))
         command += [word for word in words if not word.startswith("resume=")]
@@ -259,11 +259,11 @@ class ResumeRecord:
 
     def _results(self) -> dict[Path, tuple[int, int]]:
         """Return size and modification time of each result: not Hydra's records, logs or the lock file."""
-        found = {}
+        results = {}
         for path in self._run_dir.rglob("*"):
             if path.is_file() and path.suffix != ".log" and not {".hydra", LOCK} & set(path.parts):
-                found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
-        return found
+                results[path] = (path.stat().st_size, path.stat().st_mtime_ns)
+        return results
 
 
 def remove_if_unused(run_dir: Path) -> None:

@@ -62,23 +62,23 @@ def layers_of(scorer: TokenScorer, device: torch.device) -> list[Layer]:
     plain = [Layer(module, (), False) for module in modules]
     if scorer.autocast_dtype is None:
         return plain
-    found = [_divided(module) for module in modules]
-    why = "" if all(layer.in_16_bits for layer in found) else "they have more than linear layers and norms"
-    if any(layer.in_16_bits for layer in found):
-        wrong = changes(scorer, found)
+    layers = [_divided(module) for module in modules]
+    why = "" if all(layer.in_16_bits for layer in layers) else "they have more than linear layers and norms"
+    if any(layer.in_16_bits for layer in layers):
+        wrong = changes(scorer, layers)
         if not _everywhere(wrong is None, device):
-            found, why = plain, wrong or "another training rank could not use them in 16 bits"
+            layers, why = plain, wrong or "another training rank could not use them in 16 bits"
     if why and (not dist.is_initialized() or dist.get_rank() == 0):
         half = str(scorer.autocast_dtype).removeprefix("torch.")
-        weights = [p for one in found if not one.in_16_bits for p in one.module.parameters()]
+        weights = [p for layer in layers if not layer.in_16_bits for p in layer.module.parameters()]
         gib = 2 * sum(parameter.numel() for parameter in weights) / 2**30
         warnings.warn(
-            f"train_model.parallelism=fsdp2: {sum(not one.in_16_bits for one in found)} of {len(found)} "
-            f"layers of {type(scorer.model).__name__} are gathered in float32 instead of {half} ({why}); it "
+            f"train_model.parallelism=fsdp2: {sum(not layer.in_16_bits for layer in layers)} of {len(layers)}"
+            f" layers of {type(scorer.model).__name__} are gathered in float32 instead of {half} ({why}); it "
             f"takes up to {gib:.2g} GiB more on each rank, for copies that autocast keeps",
             stacklevel=3,
         )
-    return found
+    return layers
 
 
 def _divided(layer: nn.Module) -> Layer:
@@ -106,21 +106,21 @@ def changes(scorer: TokenScorer, layers: list[Layer]) -> str | None:
     assert scorer.autocast_dtype is not None
     tokens = trial.batch(scorer.model)
     devices = [scorer.model.device] if scorer.model.device.type == "cuda" else []
-    found = []
+    log_probs = []
     with torch.no_grad(), _uncompiled(layers):
-        for given in ([], layers):
-            with torch.random.fork_rng(devices=devices), as_gathered(given, scorer.autocast_dtype):
+        for gathered_layers in ([], layers):
+            with torch.random.fork_rng(devices=devices), as_gathered(gathered_layers, scorer.autocast_dtype):
                 # With one seed, a model that draws random numbers draws the same ones both times.
                 torch.manual_seed(0)
                 try:
-                    found.append(scorer(*tokens).log_probs)
+                    log_probs.append(scorer(*tokens).log_probs)
                 except _REFUSALS as error:
-                    if not given or ran_out_of_memory(error):
+                    if not gathered_layers or ran_out_of_memory(error):
                         raise
                     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    if torch.equal(*found):
+    if torch.equal(*log_probs):
         return None
-    return f"log-probabilities would change by {float((found[0] - found[1]).abs().max()):.2g}"
+    return f"log-probabilities would change by {float((log_probs[0] - log_probs[1]).abs().max()):.2g}"
 
 
 @contextmanager

@@ -106,15 +106,15 @@ def _parent_argv() -> list[str]:
 
 def _requested_processes(argv: Sequence[str]) -> int:
     """Return ``--num_processes`` of a launcher's arguments, else of its file; 1 if both lack it."""
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     for argument, following in itertools.pairwise([*argv, ""]):
         name, _, value = argument.partition("=")
         if name.startswith("--"):
-            given.setdefault(name[2:].replace("-", "_"), value or following)
-    if "num_processes" in given:
-        return int(given["num_processes"]) if given["num_processes"].isdecimal() else 1
+            options.setdefault(name[2:].replace("-", "_"), value or following)
+    if "num_processes" in options:
+        return int(options["num_processes"]) if options["num_processes"].isdecimal() else 1
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "accelerate/default_config.yaml"
-    file = Path(given.get("config_file", cache)).expanduser()
+    file = Path(options.get("config_file", cache)).expanduser()
     try:
         settings = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -139,8 +139,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     Every rank must call this.
     """
     if in_zero_shards(tensor):
-        with gathered(tensor) as found:
-            return found.clone()
+        with gathered(tensor) as whole:
+            return whole.clone()
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -151,8 +151,8 @@ def writable(parameter: Tensor) -> Iterator[Tensor]:
     Every rank must make the same change.
     """
     if in_zero_shards(parameter):
-        with gathered(parameter, writable=True) as found:
-            yield found
+        with gathered(parameter, writable=True) as whole:
+            yield whole
     else:
         values = parameter.data
         yield values.to_local() if isinstance(values, DTensor) else values

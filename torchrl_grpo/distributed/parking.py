@@ -31,7 +31,7 @@ class MomentParking:
 
     def park(self) -> None:
         """Copy all moments to host memory, and free their memory on the device."""
-        self._free([one for parameter in self._optimizer.state for one in self._start(parameter)])
+        self._free([moment for parameter in self._optimizer.state for moment in self._start(parameter)])
 
     def park_parameter(self, parameter: Tensor) -> None:
         """Do the same for the moments of one parameter."""

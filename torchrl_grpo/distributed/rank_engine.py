@@ -41,15 +41,15 @@ class RankEngine:
         Every rank gets the same requests. Those of a prompt are adjacent, and stay together.
         """
         prompts = [list(group) for _, group in itertools.groupby(requests, key=_prompt_of)]
-        costs = [len(group[0].tokens) + sum(one.max_new_tokens for one in group) for group in prompts]
+        costs = [len(group[0].tokens) + sum(request.max_new_tokens for request in group) for group in prompts]
         mine = partition_balanced(costs, self.ranks.size)[self.ranks.rank]
         own = [request for number in mine for request in prompts[number]]
         if own:
             self.engine.submit(own)
-        found: Completions = {}
-        while len(found) < len(own):
-            found.update(self.engine.step())
-        return {key: one for part in self.ranks.gather(found) for key, one in part.items()}
+        completions: Completions = {}
+        while len(completions) < len(own):
+            completions.update(self.engine.step())
+        return {key: value for part in self.ranks.gather(completions) for key, value in part.items()}
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.engine.locate_weights(shapes)
@@ -74,7 +74,7 @@ class RankEngine:
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`; one entry for each rank."""
-        return tuple(one for rank in self.ranks.gather(self.engine.checksums()) for one in rank)
+        return tuple(checksums for rank in self.ranks.gather(self.engine.checksums()) for checksums in rank)
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`; the rows of all ranks are concatenated."""

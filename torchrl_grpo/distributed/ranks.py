@@ -145,19 +145,19 @@ class Ranks:
         """Fill the tensors of all ranks (same shape, own device) with rank 0's, and return this rank's."""
         if self.size == 1:
             return tensor
-        found = tensor.contiguous()
-        dist.broadcast(found, src=0)
-        return found
+        contiguous = tensor.contiguous()
+        dist.broadcast(contiguous, src=0)
+        return contiguous
 
-    def gather(self, found: _T) -> list[_T]:
+    def gather(self, value: _T) -> list[_T]:
         """Return the objects of all ranks, in rank order.
 
         Tensors in them must be on the CPU. Their shapes may differ between ranks.
         """
         if self.size == 1:
-            return [found]
+            return [value]
         boxes: list[Any] = [None] * self.size
-        dist.all_gather_object(boxes, found, group=self._orders)
+        dist.all_gather_object(boxes, value, group=self._orders)
         return boxes
 
 

@@ -51,12 +51,12 @@ class _WeightTree:
 
     def find(self, place: int) -> int:
         """Return the first entry that makes the sum of all weights up to it larger than ``place``."""
-        found, width = 0, 1 << len(self._sums).bit_length()
+        index, width = 0, 1 << len(self._sums).bit_length()
         while width := width >> 1:
-            if found + width <= len(self._sums) and self._sums[found + width - 1] <= place:
-                found += width
-                place -= self._sums[found - 1]
-        return found
+            if index + width <= len(self._sums) and self._sums[index + width - 1] <= place:
+                index += width
+                place -= self._sums[index - 1]
+        return index
 
 
 class PassRateStream(CountedStream):
@@ -136,7 +136,7 @@ class PassRateStream(CountedStream):
                 self._rates[index] = before + _NEWEST * (rate - before)
                 self._tree.set(index, self._part(self._rates[index]))
             oldest = max(rates) - _REMEMBERED
-            for number in [one for one in self._chosen if one < oldest]:
+            for number in [draw for draw in self._chosen if draw < oldest]:
                 del self._chosen[number]
 
     def metrics(self) -> dict[str, float]:

@@ -294,9 +294,9 @@ class GroupTextEnv(EnvBase):
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
         ids = [prompt.token_ids for prompt in self.prompts]
-        width = max(len(one) for one in ids)
-        tokens = torch.tensor([[pad] * (width - len(one)) + one for one in ids])
-        lengths = torch.tensor([len(one) for one in ids])
+        width = max(len(row) for row in ids)
+        tokens = torch.tensor([[pad] * (width - len(row)) + row for row in ids])
+        lengths = torch.tensor([len(row) for row in ids])
         # The mask comes from lengths and not from tokens, because the pad token may be the end token of a
         # turn.
         return tokens, torch.arange(width) >= width - lengths[:, None]

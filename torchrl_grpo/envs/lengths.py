@@ -62,13 +62,15 @@ def handle_overlong_prompts(
         )
     else:
         cut = Cutter(cfg, tokenizer, bound)
-        held_out = [cut(one) if i in long_held_out else one for i, one in enumerate(problems.held_out)]
+        held_out = [
+            cut(example) if i in long_held_out else example for i, example in enumerate(problems.held_out)
+        ]
         if not is_list:
             fitted = dataclasses.replace(
                 problems, train=_CutWhenDrawn(problems.train, cut), held_out=held_out
             )
         else:
-            train = [cut(one) if i in long_train else one for i, one in enumerate(problems.train)]
+            train = [cut(example) if i in long_train else example for i, example in enumerate(problems.train)]
             fitted = dataclasses.replace(problems, train=train, held_out=held_out)
             if long_train or long_held_out:
                 # Two questions may differ only in the text that was cut off.
@@ -111,7 +113,7 @@ class Cutter:
         """
         before, question, after = self._divide(example.messages[-1]["content"])
         keep = len(question)
-        found, tokens = example, self._tokens(example)
+        fitted, tokens = example, self._tokens(example)
         if tokens > self._bound:
             around = self._tokens(self._with(example, before, "", after))
             if around > self._bound:
@@ -124,9 +126,9 @@ class Cutter:
             # Cut the average number of characters of the excess tokens, and repeat if that was not enough.
             average = keep / max(1, tokens - around)
             keep = max(0, keep - max(1, math.ceil(average * (tokens - self._bound))))
-            found = self._with(example, before, self._cut(question, keep), after)
-            tokens = self._tokens(found)
-        return found
+            fitted = self._with(example, before, self._cut(question, keep), after)
+            tokens = self._tokens(fitted)
+        return fitted
 
     def _cut(self, question: str, keep: int) -> str:
         if self._mode == "truncate_left":
@@ -171,7 +173,7 @@ class _CutWhenDrawn(LazyExamples):
 
 
 def _drop(purpose: str, examples: Sequence[Example], too_long: dict[int, int], bound: int) -> list[Example]:
-    kept = [one for i, one in enumerate(examples) if i not in too_long]
+    kept = [example for i, example in enumerate(examples) if i not in too_long]
     if examples and not kept:
         raise DataError(
             f"env.overlong_prompts=drop: all {len(examples)} problems to {purpose} have prompts of more than "

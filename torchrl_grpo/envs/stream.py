@@ -160,7 +160,7 @@ class MixtureStream(CountedStream):
     ) -> None:
         super().__init__(examples, seed, shuffle)
         self._weighted = list(parts)
-        self._parts = [PromptStream(one, seed, shuffle) for _, one in parts]
+        self._parts = [PromptStream(part, seed, shuffle) for _, part in parts]
         self._shares = shares([weight for weight, _ in parts], MIXTURE_BLOCK)
         # The newest block: its number, and for each of its draws the part and the number of the draw within
         # the part's share.
@@ -195,11 +195,11 @@ class MixtureStream(CountedStream):
 def shares(weights: Sequence[float], total: int) -> list[int]:
     """Divide a total by weights into whole numbers, each at least 1 (largest remainders)."""
     exact = [max(1.0, total * weight / sum(weights)) for weight in weights]
-    exact = [total * one / sum(exact) for one in exact]
-    found = [max(1, int(one)) for one in exact]
+    exact = [total * share / sum(exact) for share in exact]
+    counts = [max(1, int(share)) for share in exact]
     order = sorted(range(len(exact)), key=lambda number: int(exact[number]) - exact[number])
-    for number in range(total - sum(found)):
-        found[order[number % len(order)]] += 1
-    while sum(found) > total:
-        found[found.index(max(found))] -= 1
-    return found
+    for number in range(total - sum(counts)):
+        counts[order[number % len(order)]] += 1
+    while sum(counts) > total:
+        counts[counts.index(max(counts))] -= 1
+    return counts

@@ -84,16 +84,16 @@ def check_context(source: str, cfg: Config) -> None:
     except (OSError, ValueError) as error:
         raise _cannot_load("configuration", cfg.model, error) from error
     length = config.get_text_config().to_dict().get("max_position_embeddings")
-    wanted = cfg.inference_model.max_model_len
-    if length is not None and wanted > length:
+    max_len = cfg.inference_model.max_model_len
+    if length is not None and max_len > length:
         raise ModelError(
-            f"inference_model.max_model_len={wanted}: {cfg.model.name} supports at most {length} tokens; "
+            f"inference_model.max_model_len={max_len}: {cfg.model.name} supports at most {length} tokens; "
             f"write inference_model.max_model_len={length} or less"
         )
     length = _short_rope_length(config.get_text_config())
-    if length is not None and wanted > length:
+    if length is not None and max_len > length:
         raise ModelError(
-            f"inference_model.max_model_len={wanted}: beyond {length} tokens {cfg.model.name} uses other "
+            f"inference_model.max_model_len={max_len}: beyond {length} tokens {cfg.model.name} uses other "
             "position factors (longrope), and the choice depends on the other sequences of a batch; "
             f"write inference_model.max_model_len={length} or less"
         )

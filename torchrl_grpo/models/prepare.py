@@ -106,11 +106,11 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 
 def _set_attention(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     """Switch to the configured attention, or warn why the model keeps its current one."""
-    config, wanted = model.config.get_text_config(), cfg.attn_implementation
+    config, chosen = model.config.get_text_config(), cfg.attn_implementation
     before, reason = config._attn_implementation, "this model cannot change its attention"
     try:
-        model.set_attn_implementation(wanted)
-        if config._attn_implementation == wanted and wanted.startswith("flash"):
+        model.set_attn_implementation(chosen)
+        if config._attn_implementation == chosen and chosen.startswith("flash"):
             _try_kernel(model, before, resolve_autocast(cfg.autocast, model.device))
     except (ImportError, ValueError, RuntimeError) as error:
         if ran_out_of_memory(error):
@@ -118,9 +118,9 @@ def _set_attention(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if config._attn_implementation != before:
             model.set_attn_implementation(before)
-    if config._attn_implementation != wanted:
+    if config._attn_implementation != chosen:
         warnings.warn(
-            f"train_model.attn_implementation={wanted} cannot be used ({reason}); {before} is used instead",
+            f"train_model.attn_implementation={chosen} cannot be used ({reason}); {before} is used instead",
             stacklevel=3,
         )
 
@@ -141,10 +141,10 @@ def _try_kernel(model: PreTrainedModel, before: str, autocast_dtype: torch.dtype
         return log_probs
 
     with torch.no_grad():
-        found = score(kernel, autocast_dtype)
+        actual = score(kernel, autocast_dtype)
         rounded, exact = score(before, autocast_dtype), score(before, None)
         model.set_attn_implementation(kernel)
-    diff, rounding = (float((rounded - other).abs().max()) for other in (found, exact))
+    diff, rounding = (float((rounded - other).abs().max()) for other in (actual, exact))
     if not diff <= 2 * rounding + trial.TOLERANCE:
         raise RuntimeError(f"log-probabilities would change by {diff:.2g}")
 
@@ -169,13 +169,13 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
     for layer in layers:
         layer.compile(dynamic=True)
     try:
-        found = [one(*tokens).log_probs for one in (exact, scorer)]
-        torch.stack([one.sum() for one in found]).sum().backward()
+        log_probs = [run(*tokens).log_probs for run in (exact, scorer)]
+        torch.stack([values.sum() for values in log_probs]).sum().backward()
     except (RuntimeError, OSError) as error:
         # The first line of a backend's error is only the backend's name.
         why = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
     else:
-        diff = float((found[0].detach() - expected).abs().max())
+        diff = float((log_probs[0].detach() - expected).abs().max())
         tolerance = _COMPILE_TOLERANCE[model.dtype]
         why = "" if diff <= tolerance else f"its log-probabilities would change by {diff:.2g}"
     finally:
@@ -190,7 +190,7 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
     )
 
 
-def shares_prefix(model: PreTrainedModel, wanted: bool = True, longest: int | None = None) -> bool:
+def shares_prefix(model: PreTrainedModel, requested: bool = True, longest: int | None = None) -> bool:
     """Whether running a prompt once for several responses gives correct numbers, tested on a few tokens.
 
     If it does not although it is wanted, a warning is emitted. Then every response is run with its own prompt
@@ -198,7 +198,7 @@ def shares_prefix(model: PreTrainedModel, wanted: bool = True, longest: int | No
 
     Args:
         model: prepared model, not yet sharded.
-        wanted: whether prompts should be shared. False only tests padding.
+        requested: whether prompts should be shared. False only tests padding.
         longest: largest number of tokens in a sequence; None if unknown.
 
     Raises:
@@ -215,7 +215,7 @@ def shares_prefix(model: PreTrainedModel, wanted: bool = True, longest: int | No
             expected = trial.score_one_by_one(model)
             return trial.score_batch(model, shared) - expected
 
-        if wanted and TokenScorer(model).shares_prefix:
+        if requested and TokenScorer(model).shares_prefix:
             try:
                 diff = trial.largest_difference(model, lambda: difference(True))
             except (*_UNSUPPORTED, RuntimeError) as error:

@@ -177,8 +177,8 @@ def local_folder(cfg: ModelConfig) -> Path | None:
     """
     if cfg.name == smollm2.NAME:
         root = Path(cfg.cache_dir) if cfg.cache_dir is not None else smollm2.default_cache_dir()
-        found = root / smollm2.NAME / "config.json"
-        return found.parent if found.is_file() else None
+        config_file = root / smollm2.NAME / "config.json"
+        return config_file.parent if config_file.is_file() else None
     path = Path(cfg.name).expanduser()
     if path.is_dir():
         return path if (path / "config.json").is_file() else None
@@ -257,9 +257,9 @@ def _caches_all(settings: dict[str, Any]) -> bool:
 
 
 def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    found = next((settings[name] for name in names if settings.get(name) is not None), None)
+    value = next((settings[name] for name in names if settings.get(name) is not None), None)
     # Gemma 3n lists a width for each layer.
-    return max(found) if isinstance(found, list) else None if found is None else int(found)
+    return max(value) if isinstance(value, list) else None if value is None else int(value)
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -102,10 +102,10 @@ def score(
     written = actor(tensordict.select(*actor.in_keys))
     log_probs = written.get(keys.log_prob, None)
     entropy = written.get(keys.entropy, None)
-    for name, found in ((keys.log_prob, log_probs), (keys.entropy, entropy)):
-        if found is not None and found.shape != mask.shape:
+    for name, output in ((keys.log_prob, log_probs), (keys.entropy, entropy)):
+        if output is not None and output.shape != mask.shape:
             raise ValueError(
-                f"The actor {type(actor).__name__} wrote {name!r} of shape {list(found.shape)}; the "
+                f"The actor {type(actor).__name__} wrote {name!r} of shape {list(output.shape)}; the "
                 f"responses have shape {list(mask.shape)}"
             )
     if log_probs is None:
@@ -132,19 +132,19 @@ def _score_rows(
     prompt, prompt_mask, response, response_mask = inputs
     rows = []
     for ids, ids_mask, group, group_mask in zip(prompt, prompt_mask, response, response_mask, strict=True):
-        for one, one_mask in zip(group, group_mask, strict=True):
-            full = torch.cat([ids[ids_mask], one[one_mask]])
+        for sample, sample_mask in zip(group, group_mask, strict=True):
+            full = torch.cat([ids[ids_mask], sample[sample_mask]])
             mask = torch.ones_like(full, dtype=torch.bool)
             rows.append(TensorDict({"tokens": {"full": full}, "masks": {"all_attention_mask": mask}}))
-    found = actor(lazy_stack(rows)).get(key, None, as_list=True)
-    if found is None:
+    outputs = actor(lazy_stack(rows)).get(key, None, as_list=True)
+    if outputs is None:
         raise ValueError(
             f"The actor {type(actor).__name__} wrote no {key!r}; name its own with "
             "set_keys(actor_full_log_prob=...)"
         )
     lengths = response_mask.sum(-1).flatten().tolist()
     # The response is at the end of the row, even if the actor padded the row on the left.
-    parts = [row[len(row) - length :] for row, length in zip(found, lengths, strict=True)]
+    parts = [row[len(row) - length :] for row, length in zip(outputs, lengths, strict=True)]
     log_probs = torch.cat(parts)
     zeros = log_probs.new_zeros(response.shape)
     return zeros.masked_scatter(response_mask.to(zeros.device), log_probs)

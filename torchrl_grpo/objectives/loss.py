@@ -223,9 +223,9 @@ class GroupPolicyLoss(LossModule):
         sampled = masked(keys.sample_log_prob)
         proximal = sampled
         if self.cfg.proximal == "trainer":
-            given = self.has_proximal_log_probs
+            stored = self.has_proximal_log_probs
             proximal = (
-                masked(keys.proximal_log_prob) if given else log_probs.detach().masked_fill(outside, 0.0)
+                masked(keys.proximal_log_prob) if stored else log_probs.detach().masked_fill(outside, 0.0)
             )
         objective, clipped = self._surrogate(
             aggregate_log_ratio(log_probs - proximal, mask, self.cfg.ratio),

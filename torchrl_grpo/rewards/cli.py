@@ -176,12 +176,12 @@ def _config(args: argparse.Namespace) -> Config:
 
 def _json_object(option: str, text: str, example: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{option} {text!r} is not JSON: {error}; write e.g. '{example}'") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConfigError(f"{option} {text!r} is not a JSON object; write e.g. '{example}'")
-    return found
+    return parsed
 
 
 def _pair(item: str, option: str) -> tuple[str, str]:

@@ -29,8 +29,8 @@ _LETTER = re.compile(r"[^\W\d_]")
 
 def strict_number(completion: str) -> Fraction | None:
     """Return the number by strict extraction, or None."""
-    found = _marked(completion)
-    return None if found is None else _value(found)
+    answer = _marked(completion)
+    return None if answer is None else _value(answer)
 
 
 def flexible_number(completion: str) -> Fraction | None:
@@ -57,8 +57,8 @@ def grade_answer(completion: str, truth: str) -> dict[str, float]:
     """
     right = numbers.only(truth)
     if right is None:
-        found = _marked(completion)
-        equal = float(found is not None and numbers.same(found, truth))
+        answer = _marked(completion)
+        equal = float(answer is not None and numbers.same(answer, truth))
         return {"strict": equal, "flexible": equal}
     strict, flexible = strict_number(completion), flexible_number(completion)
     return {"strict": float(strict == right), "flexible": float(flexible == right)}
@@ -88,8 +88,8 @@ def _said(completion: str) -> str:
 
 def _marked(completion: str) -> str | None:
     completion = _said(completion)
-    found = extract.tagged(completion)
-    return extract.after_hashes(completion) if found is None else found
+    answer = extract.tagged(completion)
+    return extract.after_hashes(completion) if answer is None else answer
 
 
 def _value(marked: str) -> Fraction | None:

@@ -89,8 +89,8 @@ def only(text: str) -> Fraction | None:
     text = re.sub(
         r"^\s*([-+])\s+(?=[$0-9.\\])", r"\1", text
     )  # the sign of "- 3", when nothing stands before it
-    found = list(_numbers(text))
-    return found[0] if len(found) == 1 else None
+    values = list(_numbers(text))
+    return values[0] if len(values) == 1 else None
 
 
 def last(text: str) -> Fraction | None:

@@ -112,8 +112,8 @@ class RewardSet:
             # Two neighboring groups may have the same problem.
             size = self._group_size or max(1, len(completions))
             calls = [rows[at : at + size] for rows in same_problem for at in range(0, len(rows), size)]
-        found = map(score, calls) if self._threads is None else self._threads.map(score, calls)
-        return [one for outcomes in found for one in outcomes]
+        results = map(score, calls) if self._threads is None else self._threads.map(score, calls)
+        return [outcome for outcomes in results for outcome in outcomes]
 
     def _sum(
         self, completion: str, example: Example, outcomes: Sequence[_Result | Exception]
@@ -162,27 +162,27 @@ class MixtureRewardSet:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all rewards, part by part."""
-        return tuple(f"{dataset}/{name}" for dataset, one in self.sets.items() for name in one.names)
+        return tuple(f"{dataset}/{name}" for dataset, rewards in self.sets.items() for name in rewards.names)
 
     @property
     def weights(self) -> tuple[float, ...]:
         """Weights of the rewards, in the order of the names."""
-        return tuple(weight for one in self.sets.values() for weight in one.weights)
+        return tuple(weight for rewards in self.sets.values() for weight in rewards.weights)
 
     @property
     def error_count(self) -> int:
         """Number of reward evaluations that failed."""
-        return sum(one.error_count for one in self.sets.values())
+        return sum(rewards.error_count for rewards in self.sets.values())
 
     def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
         """Score each completion by the rewards of its example's part. See :meth:`RewardSet.score`."""
         if len(completions) != len(examples):
             raise ValueError(f"{len(completions)} completions but {len(examples)} examples")
         scores: dict[int, ResponseScore] = {}
-        for dataset, one in self.sets.items():
+        for dataset, rewards in self.sets.items():
             rows = [row for row, example in enumerate(examples) if example.part == dataset]
-            found = one.score([completions[row] for row in rows], [examples[row] for row in rows])
-            for row, score in zip(rows, found, strict=True):
+            part_scores = rewards.score([completions[row] for row in rows], [examples[row] for row in rows])
+            for row, score in zip(rows, part_scores, strict=True):
                 scores[row] = ResponseScore(
                     score.total,
                     {f"{dataset}/{name}": value for name, value in score.parts.items()},
@@ -192,8 +192,8 @@ class MixtureRewardSet:
 
     def close(self) -> None:
         """Close the rewards. It may be called twice."""
-        for one in self.sets.values():
-            one.close()
+        for rewards in self.sets.values():
+            rewards.close()
 
 
 def close_all(parts: Sequence[object]) -> None:

@@ -148,7 +148,7 @@ class Collector:
         Raises:
             ValueError: not exactly one of the three is given.
         """
-        sources = [one for one in (policy_or_weights, weights, policy) if one is not None]
+        sources = [candidate for candidate in (policy_or_weights, weights, policy) if candidate is not None]
         if len(sources) != 1:
             raise ValueError("update_policy_weights_ takes one model, or the parameters of one")
         source = sources[0]
@@ -291,12 +291,14 @@ class Collector:
         def read() -> dict[str, Any]:
             accepted = [
                 {
-                    "group": one.group.state_dict(),
-                    "texts": one.texts,
-                    "scored": [[score.total, dict(score.parts), dict(score.errors)] for score in one.scores],
-                    "reference": one.reference,
+                    "group": scored.group.state_dict(),
+                    "texts": scored.texts,
+                    "scored": [
+                        [score.total, dict(score.parts), dict(score.errors)] for score in scored.scores
+                    ],
+                    "reference": scored.reference,
                 }
-                for _, one in sorted(self._dispatcher.accepted.items())
+                for _, scored in sorted(self._dispatcher.accepted.items())
             ]
             restarts = self._dispatcher.stats.restarts
             return {TRACKER_KEY: self._tracker.state_dict(), "accepted": accepted, "restarts": restarts}
@@ -313,19 +315,19 @@ class Collector:
             state = self._from_rounds(state)
         accepted = [
             ScoredGroup(
-                Group.from_state_dict(one["group"]),
-                one["texts"],
-                [ResponseScore(*score) for score in one["scored"]],
-                one.get("reference"),
+                Group.from_state_dict(entry["group"]),
+                entry["texts"],
+                [ResponseScore(*score) for score in entry["scored"]],
+                entry.get("reference"),
             )
-            for one in state["accepted"]
+            for entry in state["accepted"]
         ]
         self._sync_reference_log_probs(accepted)
 
         def write() -> None:
             self._tracker.load_state_dict(state[TRACKER_KEY])
             self._dispatcher.stats.restarts = state["restarts"]
-            self._dispatcher.accepted = {one.group.group_id: one for one in accepted}
+            self._dispatcher.accepted = {scored.group.group_id: scored for scored in accepted}
             self._dispatcher.scheduler.reissue(list(self._tracker.running))
 
         self._dispatcher.run_in_thread(write)
@@ -351,11 +353,13 @@ class Collector:
         """
         reference = self._dispatcher.reference
         if reference is None:
-            for one in accepted:
+            for scored in accepted:
                 # The trainer computes them.
-                one.reference = None
+                scored.reference = None
             return
-        missing = [one for one in accepted if one.reference is None]
-        futures = self._dispatcher.run_in_thread(lambda: [reference.log_probs(one.group) for one in missing])
-        for one, future in zip(missing, futures, strict=True):
-            one.reference = future.result()
+        missing = [scored for scored in accepted if scored.reference is None]
+        futures = self._dispatcher.run_in_thread(
+            lambda: [reference.log_probs(scored.group) for scored in missing]
+        )
+        for scored, future in zip(missing, futures, strict=True):
+            scored.reference = future.result()

@@ -73,8 +73,8 @@ def _assemble_round(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) 
         responses=[rounds[number].responses[group] for number, group in chosen],
         rewards_by_name=[rounds[number].rewards_by_name[row] for number, row in responses],
         errors=[rounds[number].errors[row] for number, row in responses],
-        response_tokens=sum(one.response_tokens for one in rounds),
-        error_count=sum(one.error_count for one in rounds),
+        response_tokens=sum(round_.response_tokens for round_ in rounds),
+        error_count=sum(round_.error_count for round_ in rounds),
         records=[rounds[number].records[row] for number, row in responses if rounds[number].records],
-        seconds={phase: sum(one.seconds[phase] for one in rounds) for phase in rounds[0].seconds},
+        seconds={phase: sum(round_.seconds[phase] for round_ in rounds) for phase in rounds[0].seconds},
     )

@@ -77,7 +77,7 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among all tokens; None before the first token."""
-        return min((min(one.versions) for one in self.responses if one.versions), default=None)
+        return min((min(response.versions) for response in self.responses if response.versions), default=None)
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +92,7 @@ class Group:
     def from_state_dict(cls, state: dict[str, Any]) -> Group:
         """Restore a group from :meth:`state_dict`."""
         problem = state.get("problem")
-        responses = [_restore(one) for one in state["responses"]]
+        responses = [_restore(response) for response in state["responses"]]
         restored = {"responses": responses, "problem": problem and Example(**problem)}
         return cls(**{**state, **restored})
 

@@ -103,8 +103,8 @@ class LogProbScorer(LogProbWriter):
                 return micro, score_piece(scorer, micro.select(groups))
 
             share = [MicroBatch(tuple(rows), slice(None))] if rows else []
-            for micro, found in budget.run(groups, score, undo=lambda: None, pieces=share):
-                written[list(micro.rows), micro.samples, : found.shape[-1]] = found.cpu()
+            for micro, log_probs in budget.run(groups, score, undo=lambda: None, pieces=share):
+                written[list(micro.rows), micro.samples, : log_probs.shape[-1]] = log_probs.cpu()
 
         shares = partition_balanced(self.budget.costs(groups), len(self.scorers))
         scorers, budgets = zip(*self.scorers, strict=True)

@@ -109,16 +109,16 @@ def build_round(
         seconds: see :class:`Round`.
     """
     shape = len(groups), len(groups[0].scores)
-    scores = [one for scored in groups for one in scored.scores]
+    scores = [score for scored in groups for score in scored.scores]
     responses = [scored.group.responses for scored in groups]
-    rewards = [[one.parts.get(name, math.nan) for name in reward_names] for one in scores]
+    rewards = [[score.parts.get(name, math.nan) for name in reward_names] for score in scores]
     batch = build_batch(
         [scored.group.prompt for scored in groups],
         responses,
-        torch.tensor([one.total for one in scores], dtype=torch.float64).view(*shape, 1),
+        torch.tensor([score.total for score in scores], dtype=torch.float64).view(*shape, 1),
         torch.tensor(rewards, dtype=torch.float64).view(*shape, -1),
         torch.tensor([scored.group.group_id for scored in groups])[:, None].repeat(1, shape[1]),
-        [[one.versions for one in siblings] for siblings in responses],
+        [[response.versions for response in siblings] for siblings in responses],
         pad_token_id,
     )
     reference_log_probs = [row for scored in groups for row in scored.reference or ()]
@@ -129,11 +129,13 @@ def build_round(
         groups=batch,
         prompts=list(prompts),
         responses=[scored.texts for scored in groups],
-        rewards_by_name=[dict(one.parts) for one in scores],
-        errors=[dict(one.errors) for one in scores],
+        rewards_by_name=[dict(score.parts) for score in scores],
+        errors=[dict(score.errors) for score in scores],
         response_tokens=int(batch["masks", "sampled"].sum()),
-        error_count=sum(len(one.errors) for one in scores),
-        records=[one.record for siblings in responses for one in siblings if one.record is not None],
+        error_count=sum(len(score.errors) for score in scores),
+        records=[
+            response.record for siblings in responses for response in siblings if response.record is not None
+        ],
         seconds=seconds,
     )
 
@@ -186,10 +188,10 @@ def episode_metrics(round_: Round) -> dict[str, float]:
     if not records:
         return {}
     return {
-        "episode/turns": sum(one.turns for one in records) / len(records),
-        "episode/tool_calls": sum(one.tool_calls for one in records) / len(records),
-        "episode/tool_errors": sum(one.tool_errors for one in records) / len(records),
-        "episode/failed": sum(one.error is not None for one in records) / len(records),
+        "episode/turns": sum(record.turns for record in records) / len(records),
+        "episode/tool_calls": sum(record.tool_calls for record in records) / len(records),
+        "episode/tool_errors": sum(record.tool_errors for record in records) / len(records),
+        "episode/failed": sum(record.error is not None for record in records) / len(records),
     }
 
 

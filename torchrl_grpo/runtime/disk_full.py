@@ -19,5 +19,5 @@ def is_disk_full_error(error: Exception) -> bool:
     text = str(error)
     if type(error) is RuntimeError:
         return _TORCH_WRITER in text
-    found = _OS_ERROR.search(text)
-    return found is not None and int(found[1]) in _NO_ROOM
+    match = _OS_ERROR.search(text)
+    return match is not None and int(match[1]) in _NO_ROOM

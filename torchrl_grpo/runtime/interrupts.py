@@ -165,8 +165,8 @@ def delay_interrupts() -> Iterator[None]:
         KeyboardInterrupt: at the end after one interrupt, or at the second one.
     """
     # Python runs handlers in the main thread only. One that is not callable (ignored, not Python's) stays.
-    found = {number: signal.getsignal(number) for number in _RAISING}
-    previous = {number: handler for number, handler in found.items() if callable(handler)}
+    handlers = {number: signal.getsignal(number) for number in _RAISING}
+    previous = {number: handler for number, handler in handlers.items() if callable(handler)}
     if threading.current_thread() is not threading.main_thread() or not previous:
         yield
         return

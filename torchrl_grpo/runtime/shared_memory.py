@@ -46,13 +46,13 @@ def _group_of(process: Path) -> int | None:
 
 def _used(process: Path) -> set[str]:
     """Return the names that a process has mapped or open; empty if it has ended or is somebody else's."""
-    found: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(OSError):
         for line in (process / "maps").read_text().splitlines():
             _, root, name = line.partition(f"{ROOT}/")
-            found |= {name.partition("/")[0].removesuffix(" (deleted)")} if root else set()
+            names |= {name.partition("/")[0].removesuffix(" (deleted)")} if root else set()
         for descriptor in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
                 _, root, name = str(descriptor.readlink()).partition(f"{ROOT}/")
-                found |= {name.partition("/")[0].removesuffix(" (deleted)")} if root else set()
-    return found
+                names |= {name.partition("/")[0].removesuffix(" (deleted)")} if root else set()
+    return names

@@ -193,14 +193,14 @@ def _supervise(child: int, parent: int, wake: int) -> int:
 
 def _reap(child: int) -> int | None:
     """Reap the children that have ended, and return the status of ``child`` if it is among them."""
-    found = None
+    child_status = None
     with contextlib.suppress(ChildProcessError):
         while True:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 break
-            found = status if process == child else found
-    return found
+            child_status = status if process == child else child_status
+    return child_status
 
 
 if __name__ == "__main__":

@@ -60,58 +60,58 @@ def load(spec: str, key: str) -> Any:
     if place.endswith(".pkl"):
         return _pickled(place, name, key, spec)
     module = _from_file(place, key, spec) if place.endswith(".py") else _from_package(place, key, spec)
-    found = getattr(module, name, None)
-    if found is None:
-        own = [(one, value) for one, value in vars(module).items() if not one.startswith("_")]
-        names = [one for one, value in own if getattr(value, "__module__", None) == module.__name__]
+    target = getattr(module, name, None)
+    if target is None:
+        own = [(attr, value) for attr, value in vars(module).items() if not attr.startswith("_")]
+        names = [attr for attr, value in own if getattr(value, "__module__", None) == module.__name__]
         raise ConfigError(
             f"{key}={spec!r}: {place} has no {name}; it has {', '.join(names) or 'no function'}. Correct the "
             "name behind the colon"
         )
-    if not callable(found):
+    if not callable(target):
         raise ConfigError(
-            f"{key}={spec!r}: {name} is {type(found).__name__}, not a function or class; name one of those"
+            f"{key}={spec!r}: {name} is {type(target).__name__}, not a function or class; name one of those"
         )
-    return found
+    return target
 
 
-def signature(found: Any, key: str) -> inspect.Signature:
+def signature(target: Any, key: str) -> inspect.Signature:
     """Return the signature of a function or a class.
 
     Raises:
         ConfigError: it has none that Python can read, as some functions written in C.
     """
     try:
-        return inspect.signature(found)
+        return inspect.signature(target)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}; write a Python function that calls it") from error
 
 
-def check_arguments(found: Any, arguments: Mapping[str, Any], key: str) -> None:
+def check_arguments(target: Any, arguments: Mapping[str, Any], key: str) -> None:
     """Check that a function or a class takes ``arguments``, without calling it.
 
     Args:
-        found: function or class.
+        target: function or class.
         arguments: keyword arguments.
         key: configuration key that has the arguments, for messages.
 
     Raises:
         ConfigError: it does not take these arguments, or a class needs others.
     """
-    takes = signature(found, key)
-    bind = takes.bind if inspect.isclass(found) else takes.bind_partial
+    takes = signature(target, key)
+    bind = takes.bind if inspect.isclass(target) else takes.bind_partial
     try:
         bind(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{key}={dict(arguments)!r}: {getattr(found, '__name__', 'it')}{takes} cannot be given these "
+            f"{key}={dict(arguments)!r}: {getattr(target, '__name__', 'it')}{takes} cannot be given these "
             f"arguments ({error}); write the names and values that it takes"
         ) from error
 
 
-def with_arguments(found: Any, arguments: Mapping[str, Any]) -> Any:
-    """Create the object if ``found`` is a class, or fix arguments of the function."""
-    return found(**arguments) if inspect.isclass(found) else functools.partial(found, **arguments)
+def with_arguments(target: Any, arguments: Mapping[str, Any]) -> Any:
+    """Create the object if ``target`` is a class, or fix arguments of the function."""
+    return target(**arguments) if inspect.isclass(target) else functools.partial(target, **arguments)
 
 
 # Objects of a file that this process has written itself, by the file's path.
@@ -132,10 +132,10 @@ def _pickled(place: str, name: str, key: str, spec: str) -> Any:
             raise ConfigError(f"{key}={spec!r}: there is no file {path}; correct the path before the colon")
         with _told(f"{key}={spec!r}: reading {path} failed"):
             _remembered[str(path)] = cloudpickle.loads(path.read_bytes())
-    found = _remembered[str(path)]
-    if name not in found:
-        raise ConfigError(f"{key}={spec!r}: {place} has no {name}; it has {', '.join(found)}")
-    return found[name]
+    objects = _remembered[str(path)]
+    if name not in objects:
+        raise ConfigError(f"{key}={spec!r}: {place} has no {name}; it has {', '.join(objects)}")
+    return objects[name]
 
 
 def _from_file(place: str, key: str, spec: str) -> ModuleType:
@@ -148,13 +148,13 @@ def _from_file(place: str, key: str, spec: str) -> ModuleType:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     try:
         with _told(f"{key}={spec!r}: running {path} failed"):
-            found.loader.exec_module(module)
+            module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

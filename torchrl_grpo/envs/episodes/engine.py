@@ -250,13 +250,13 @@ class EpisodeEngine(SteppingEngine):
                     # Slow environments are not waited for again until one of them answers quickly.
                     self._is_slow = True
                 break
-            asked = self._asked.pop(key, None)
-            if asked is None:
+            asked_at = self._asked.pop(key, None)
+            if asked_at is None:
                 # The episode was forgotten.
                 continue
-            self._is_slow = time.monotonic() - asked > _PATIENCE_S
+            self._is_slow = time.monotonic() - asked_at > _PATIENCE_S
             arrived.append((key, answer))
-        for key, answer in sorted(arrived, key=lambda one: self._episodes[one[0]].order):
+        for key, answer in sorted(arrived, key=lambda arrival: self._episodes[arrival[0]].order):
             if isinstance(answer, BaseException):
                 raise answer
             episode = self._episodes[key]

@@ -51,10 +51,10 @@ class Guess:
 
     def step(self, message: str) -> Step:
         """Answer a guess, which is the first number of the message."""
-        found = _NUMBER.search(message)
-        if found is None:
+        match = _NUMBER.search(message)
+        if match is None:
             return Step(done=True)
-        guess = int(found.group()[:20])
+        guess = int(match.group()[:20])
         if guess == self._number:
             # Otherwise slow play would pay.
             return Step(reward=1.0 - self._paid, done=True)

@@ -172,8 +172,8 @@ class UserCode:
         if kind == "reset":
             example = Example(**payload["example"])
             self._episode = self._create_environment(example)
-            told = user_code.call(self._episode.reset, example)
-            return messages_from(told, "what reset returned")
+            returned = user_code.call(self._episode.reset, example)
+            return messages_from(returned, "what reset returned")
         if kind == "step":
             step = step_from(user_code.call(self._episode.step, payload["message"]))
             return [step.messages, step.reward, step.done]
@@ -196,12 +196,12 @@ class UserCode:
         return torchrl_env.TorchRLEpisode(made) if torchrl_env.is_torchrl(made) else made
 
     def _tool(self, name: str) -> Any:
-        found = self._tools[name]
-        if not inspect.isclass(found):
-            return found
+        tool = self._tools[name]
+        if not inspect.isclass(tool):
+            return tool
         # A tool that is a class has a state of its own in each episode.
         if name not in self._started_tools:
-            self._started_tools[name] = user_code.call(found)
+            self._started_tools[name] = user_code.call(tool)
         return self._started_tools[name]
 
 

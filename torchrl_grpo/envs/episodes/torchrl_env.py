@@ -25,10 +25,10 @@ def problems(split: str, size: int = 1_000) -> list[dict[str, str]]:
     return [{"question": f"{split} problem {number}"} for number in range(size)]
 
 
-def is_torchrl(found: object) -> bool:
+def is_torchrl(value: object) -> bool:
     """Whether an object is a TorchRL environment. TorchRL is not imported for that."""
     module = sys.modules.get("torchrl.envs")
-    return module is not None and isinstance(found, module.EnvBase)
+    return module is not None and isinstance(value, module.EnvBase)
 
 
 class TorchRLEpisode:
@@ -55,8 +55,8 @@ class TorchRLEpisode:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(example.id.encode()))
-            given = {**example.columns, self._env.data_key: example.messages}
-            entries = {name: NonTensorStack(NonTensorData(value)) for name, value in given.items()}
+            columns = {**example.columns, self._env.data_key: example.messages}
+            entries = {name: NonTensorStack(NonTensorData(value)) for name, value in columns.items()}
             self._state = self._env.reset(TensorDict(entries, batch_size=[1]))
         self._messages = _messages(self._state["history"].prompt)
         return self._messages
@@ -66,23 +66,23 @@ class TorchRLEpisode:
         from torchrl.data.llm import History
         from torchrl.modules.llm.policies import ChatHistory
 
-        said = [*self._messages, {"role": "assistant", "content": message}]
+        conversation = [*self._messages, {"role": "assistant", "content": message}]
         state = self._state.clone(recurse=False)
         prompt = self._state["history"].prompt
         state["history"] = ChatHistory(
             prompt=prompt,
-            response=History.from_chats([said[-1:]]),
-            full=History.from_chats([said]),
+            response=History.from_chats([conversation[-1:]]),
+            full=History.from_chats([conversation]),
             batch_size=[1],
         )
         following = self._env.step(state)["next"]
         reward = following.get("reward", None)
         self._messages, self._state = _messages(following["history"].prompt), following
-        added = self._messages[len(said) :]
+        added = self._messages[len(conversation) :]
         done = bool(following["done"].all()) or not added
         return Step(added, 0.0 if reward is None else float(reward.sum()), done)
 
 
 def _messages(history: Any) -> list[Message]:
     """Turn a history with batch size ``[1, messages]`` into messages."""
-    return [{"role": one.role, "content": one.content} for one in history[0].unbind(0)]
+    return [{"role": message.role, "content": message.content} for message in history[0].unbind(0)]

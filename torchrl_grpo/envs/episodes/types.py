@@ -78,13 +78,13 @@ def messages_from(value: Any, what: str) -> list[Message]:
         return [{"role": "user", "content": encodable(value)}]
     if not isinstance(value, Sequence):
         raise TypeError(f"{what} is {type(value).__name__} {value!r:.80}, not a text or a list of messages")
-    for one in value:
-        is_message = isinstance(one, Mapping) and is_role(one.get("role"))
-        if not is_message or not isinstance(one.get("content"), str):
+    for message in value:
+        is_message = isinstance(message, Mapping) and is_role(message.get("role"))
+        if not is_message or not isinstance(message.get("content"), str):
             raise TypeError(
-                f"{what} has {one!r:.80}, which is no message; write {{'role': 'user', 'content': TEXT}}"
+                f"{what} has {message!r:.80}, which is no message; write {{'role': 'user', 'content': TEXT}}"
             )
-    return [{**one, "content": encodable(one["content"])} for one in value]
+    return [{**message, "content": encodable(message["content"])} for message in value]
 
 
 def step_from(value: Any) -> Step:

@@ -94,23 +94,23 @@ def failure_reason(weight: Tensor, options: HeadOptions) -> str | None:
             if fused
             else blocks.score_tokens(states, targets, weight, None, options)
         )
-        found = {"log-probabilities": log_probs.detach(), "entropies": entropy.detach()}
+        tensors = {"log-probabilities": log_probs.detach(), "entropies": entropy.detach()}
         if weight.requires_grad:
             loss = (slopes[0] * log_probs).sum() + (slopes[1] * entropy).sum()
-            found["gradients of states"], found["gradient of the head"] = torch.autograd.grad(
+            tensors["gradients of states"], tensors["gradient of the head"] = torch.autograd.grad(
                 loss, (states, weight)
             )
-        return found
+        return tensors
 
     expected = numbers(fused=False)
     try:
-        found = numbers(fused=True)
+        actual = numbers(fused=True)
     except Exception as error:
         # The kernel's compiler has its own error types. The caller reports the message.
         if ran_out_of_memory(error):
             raise
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
-    gaps = {name: float((found[name] - one).norm() / one.norm()) for name, one in expected.items()}
+    gaps = {name: float((actual[name] - right).norm() / right.norm()) for name, right in expected.items()}
     # NaN and infinity count as wrong.
     wrong = [name for name, gap in gaps.items() if not (math.isfinite(gap) and gap <= _TOLERANCE)]
     return f"its {wrong[0]} would differ by {gaps[wrong[0]]:.2g} of their size" if wrong else None

@@ -42,8 +42,8 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    found = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
-    return float(found[0]) if found and isinstance(found[0], float) else None
+    values = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
+    return float(values[0]) if values and isinstance(values[0], float) else None
 
 
 def _norm(module: nn.Module, eps: float, states: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class PrefixLayout:
             ]
         )
         input_mask, counts = input_mask[order], counts[order]
-        found: list[_Class] = []
+        prefix_classes: list[_Class] = []
         for rows, width in classes:
             of_class = slice(rows.start * G, rows.stop * G)
             class_mask, class_order = input_mask[of_class], order[of_class]
@@ -91,7 +91,7 @@ class PrefixLayout:
                 for run, longest in _similar_lengths(counts[of_class].tolist())
             ]
             prompts = _Ragged.from_mask(prompt_mask[rows].flip(-1)[:, :width])
-            found.append(_Class(prompts, lengths[rows], runs))
+            prefix_classes.append(_Class(prompts, lengths[rows], runs))
         inputs = response[..., :-1].reshape(P * G, -1)[order][input_mask]
         ids = torch.cat([prompt[prompt_mask], inputs])
         positions = (prompt_mask.long().cumsum(-1) - 1)[prompt_mask]
@@ -106,7 +106,7 @@ class PrefixLayout:
         back = by_length.argsort()
         source = source[back][response_mask[back]]
         ids, positions, self.source, self.classes = upload_packed(
-            (ids, torch.cat([positions, later]), source, found), device
+            (ids, torch.cat([positions, later]), source, prefix_classes), device
         )
         self.ids, self.positions = ids[None], positions[None]
         self.attended = 0
@@ -115,8 +115,8 @@ class PrefixLayout:
     @property
     def sizes(self) -> list[int]:
         """Token counts in the order of the row: of each class's prompts, then of each run of responses."""
-        runs = [run.responses.total for one in self.classes for run in one.runs]
-        return [*(one.prompts.total for one in self.classes), *runs]
+        runs = [run.responses.total for class_ in self.classes for run in class_.runs]
+        return [*(class_.prompts.total for class_ in self.classes), *runs]
 
     def masks(
         self, window: int | None, dtype: torch.dtype = torch.bool
@@ -134,16 +134,16 @@ class PrefixLayout:
             hides padding from their own queries.
         """
         if (window, dtype) not in self._masks:
-            found = [one.masks(window) for one in self.classes]
+            masks = [class_.masks(window) for class_ in self.classes]
             if dtype != torch.bool:
-                found = [
+                masks = [
                     (
                         None if prompts is None else additive(prompts, dtype),
                         [additive(x, dtype) for x in runs],
                     )
-                    for prompts, runs in found
+                    for prompts, runs in masks
                 ]
-            self._masks[window, dtype] = found
+            self._masks[window, dtype] = masks
         return self._masks[window, dtype]
 
 
@@ -300,15 +300,15 @@ def _attention(
     pieces = zip(*(x.split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
     of_prompts = [next(pieces) for _ in layout.classes]
     out, of_responses = [], []
-    for one, (prompt_mask, run_masks), (q, k, v) in zip(
+    for class_, (prompt_mask, run_masks), (q, k, v) in zip(
         layout.classes,
         layout.masks(sliding_window, dtype if query.is_cuda else torch.bool),
         of_prompts,
         strict=True,
     ):
-        kp, vp = one.prompts.pad(k), one.prompts.pad(v)
-        out.append(one.prompts.flat(_attend(one.prompts.pad(q), kp, vp, prompt_mask, scaling)))
-        for run, mask in zip(one.runs, run_masks, strict=True):
+        kp, vp = class_.prompts.pad(k), class_.prompts.pad(v)
+        out.append(class_.prompts.flat(_attend(class_.prompts.pad(q), kp, vp, prompt_mask, scaling)))
+        for run, mask in zip(class_.runs, run_masks, strict=True):
             q, k, v = next(pieces)
             keys, values = (
                 torch.cat([shared.index_select(0, run.prompts), run.responses.pad(own)], dim=2)

@@ -62,13 +62,13 @@ def score_one_by_one(model: PreTrainedModel) -> Tensor:
         Log-probabilities ``[P, G, T]`` float64.
     """
     prompt, prompt_mask, response, mask = (tensor.to(model.device) for tensor in batch(model))
-    found = torch.zeros(response.shape, dtype=torch.float64, device=response.device)
+    scores = torch.zeros(response.shape, dtype=torch.float64, device=response.device)
     for p, g in torch.cartesian_prod(*map(torch.arange, response.shape[:2])).tolist():
         start, words = prompt[p][prompt_mask[p]], response[p, g][mask[p, g]]
         logits = model(input_ids=torch.cat([start, words])[None], use_cache=False).logits[0]
         log_probs = torch.log_softmax(logits[len(start) - 1 : -1].float(), -1)
-        found[p, g, : len(words)] = log_probs.gather(1, words[:, None])[:, 0].to(found.dtype)
-    return found
+        scores[p, g, : len(words)] = log_probs.gather(1, words[:, None])[:, 0].to(scores.dtype)
+    return scores
 
 
 def score_batch(model: PreTrainedModel, shares_prefix: bool) -> Tensor:
@@ -94,14 +94,14 @@ def largest_difference(model: PreTrainedModel, difference: Callable[[], Tensor])
         model: model of both computations. Its weights may be in 16 bits.
         difference: function that runs both computations and subtracts the results.
     """
-    found = 0.0
+    largest = 0.0
     for dtype in (torch.float32, torch.float64):
         with Upcast(dtype), _one_by_one(model, dtype == torch.float64):
-            found = float(difference().abs().max())
+            largest = float(difference().abs().max())
         # NaN is not within the tolerance.
-        if found <= TOLERANCE:
+        if largest <= TOLERANCE:
             break
-    return found
+    return largest
 
 
 @contextmanager

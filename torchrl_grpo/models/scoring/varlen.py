@@ -317,10 +317,10 @@ class _Attention(torch.autograd.Function):
                 )
                 for x, grad_copies in ((k, grad_keys), (v, grad_values))
             )
-            found = [x.to(dtype) for x, dtype in zip((grad_q, grad_k, grad_v), ctx.dtypes, strict=True)]
+            grads = [x.to(dtype) for x, dtype in zip((grad_q, grad_k, grad_v), ctx.dtypes, strict=True)]
         else:
             call = _Call(layout.self_spans, True, ctx.scale)
-            found = [
+            grads = [
                 x.to(dtype)
                 for x, dtype in zip(call.backward(gradient, q, k, v, out, lse), ctx.dtypes, strict=True)
             ]
@@ -329,9 +329,9 @@ class _Attention(torch.autograd.Function):
                 more = _Call(layout.prompt_spans, False, ctx.scale).backward(
                     gradient[own], q[own], k[shared], v[shared], out[own], lse[:, own].contiguous()
                 )
-                for total, part, place in zip(found, more, (own, shared, shared), strict=True):
+                for total, part, place in zip(grads, more, (own, shared, shared), strict=True):
                     total[place] += part
-        return *(x.transpose(0, 1)[None] for x in found), None, None, None, None
+        return *(x.transpose(0, 1)[None] for x in grads), None, None, None, None
 
 
 def _rows(heads: Tensor, dtype: torch.dtype) -> Tensor:

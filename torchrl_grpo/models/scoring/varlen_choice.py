@@ -33,27 +33,27 @@ _TOLERANCE = 0.02
 _ROUNDINGS = 4
 
 
-def choose_attention(scorer: TokenScorer, wanted: PrefixAttention, longest: int | None = None) -> None:
+def choose_attention(scorer: TokenScorer, setting: PrefixAttention, longest: int | None = None) -> None:
     """Set ``scorer.varlen``.
 
     It warns if the kernel should work here but does not.
 
     Args:
         scorer: scorer of a prepared model that is not yet sharded.
-        wanted: value of ``train_model.prefix_attention``.
+        setting: value of ``train_model.prefix_attention``.
         longest: largest number of tokens in a sequence; None if unknown.
 
     Raises:
         ModelError: the kernel is requested and cannot be used.
     """
-    if wanted == PrefixAttention.dense or (wanted == PrefixAttention.auto and not scorer.shares_prefix):
+    if setting == PrefixAttention.dense or (setting == PrefixAttention.auto and not scorer.shares_prefix):
         return
     reason = unsupported(scorer)
     expected = reason is None
     if expected:
         reason = failure_reason(scorer, longest)
     scorer.varlen = reason is None
-    if reason is not None and wanted == PrefixAttention.varlen:
+    if reason is not None and setting == PrefixAttention.varlen:
         raise ModelError(
             f"train_model.prefix_attention=varlen cannot be used ({reason}); write "
             "train_model.prefix_attention=auto"
@@ -77,7 +77,7 @@ def unsupported(scorer: TokenScorer) -> str | None:
         return f"it computes in 16 bits, and the model in {str(dtype).removeprefix('torch.')}"
     capability = torch.cuda.get_device_capability(weight.device)
     if capability < _CAPABILITY:
-        has, least = (".".join(map(str, one)) for one in (capability, _CAPABILITY))
+        has, least = (".".join(map(str, version)) for version in (capability, _CAPABILITY))
         return f"the GPU has compute capability {has}, and it needs {least}"
     return None
 
@@ -107,10 +107,10 @@ def _model_error(scorer: TokenScorer, longest: int | None) -> tuple[float, float
         tokens = trial.batch(model)
         plain, tried = (TokenScorer(model, autocast_dtype=dtype) for _ in range(2))
         tried.varlen = True
-        found, rounded = tried(*tokens).log_probs, plain(*tokens).log_probs
+        actual, rounded = tried(*tokens).log_probs, plain(*tokens).log_probs
         with Upcast(torch.float32):
             exact = TokenScorer(model)(*tokens).log_probs
-    diff, rounding = (float((rounded - other).abs().max()) for other in (found, exact))
+    diff, rounding = (float((rounded - other).abs().max()) for other in (actual, exact))
     return diff, _ROUNDINGS * rounding + trial.TOLERANCE
 
 
@@ -139,13 +139,13 @@ def kernel_error(model: PreTrainedModel, dtype: torch.dtype, window: int | None)
     )
     with torch.enable_grad():
         q, k, v = ours = tuple(x.detach().requires_grad_(True) for x in (query, key, value))
-        found = varlen.attend(q, k, v, layout, window, None, dtype).transpose(1, 2)
-        mine = [found.detach(), *torch.autograd.grad(found, ours, above)]
+        output = varlen.attend(q, k, v, layout, window, None, dtype).transpose(1, 2)
+        mine = [output.detach(), *torch.autograd.grad(output, ours, above)]
         q, k, v = theirs = tuple(x.detach().float().requires_grad_(True) for x in (query, key, value))
         expected = _plain(q, k, v, seen, shared)
         right = [expected.detach(), *torch.autograd.grad(expected, theirs, above.float())]
     return max(
-        float((one.float() - other).norm() / other.norm()) for one, other in zip(mine, right, strict=True)
+        float((part.float() - other).norm() / other.norm()) for part, other in zip(mine, right, strict=True)
     )
 
 

@@ -137,8 +137,8 @@ def _constrained_response(response: str, kwargs: Kwargs) -> bool:
 
 
 def _number_highlights(response: str, kwargs: Kwargs) -> bool:
-    found = [*_HIGHLIGHT.findall(response), *_DOUBLE_HIGHLIGHT.findall(response)]
-    return bool(sum(1 for content in found if content.strip()) >= kwargs["num_highlights"])
+    highlights = [*_HIGHLIGHT.findall(response), *_DOUBLE_HIGHLIGHT.findall(response)]
+    return bool(sum(1 for content in highlights if content.strip()) >= kwargs["num_highlights"])
 
 
 def _multiple_sections(response: str, kwargs: Kwargs) -> bool:
@@ -175,16 +175,16 @@ def _json_format(response: str, kwargs: Kwargs) -> bool:
 
 def _number_placeholders(response: str, kwargs: Kwargs) -> bool:
     """A placeholder runs from ``[`` to the next ``]`` on the same line."""
-    found = 0
+    count = 0
     for line in response.split("\n"):
         start = line.find("[")
         while start >= 0:
             end = line.find("]", start + 1)
             if end < 0:
                 break
-            found += 1
+            count += 1
             start = line.find("[", end + 1)
-    return bool(found >= kwargs["num_placeholders"])
+    return bool(count >= kwargs["num_placeholders"])
 
 
 def _postscript(response: str, kwargs: Kwargs) -> bool:

@@ -125,8 +125,8 @@ def run(payload: dict[str, str]) -> float:
         letters = _letters(text)[-500:]
         chosen = _CHOSEN.fullmatch(letters)
         if chosen is not None:
-            given = set(_GIVEN.findall(letters) or _OPTION.findall(letters))
-            return float(chosen[1] == choice[1] and len(given) < 2)
+            options = set(_GIVEN.findall(letters) or _OPTION.findall(letters))
+            return float(chosen[1] == choice[1] and len(options) < 2)
     scale = _SCALE.search(truth_text)
     if scale:
         text, truth_text = text.replace(scale[1], ""), truth_text.replace(scale[1], "")

@@ -24,8 +24,8 @@ def prepare(setup: dict[str, Any]) -> None:
         UserCodeError: the object of a class cannot be created.
     """
     spec = user_reward.UserRewardSpec(**setup)
-    found, form = spec.load()
-    _loaded.append((user_code.call(user_code.with_arguments, found, spec.arguments), form))
+    target, form = spec.load()
+    _loaded.append((user_code.call(user_code.with_arguments, target, spec.arguments), form))
 
 
 def run(payload: dict[str, Any]) -> list[Any]:

@@ -53,21 +53,21 @@ class UserRewardSpec:
         Raises:
             ConfigError: it cannot be loaded, does not take the arguments, or has another signature.
         """
-        found = user_code.load(self.spec, self.key)
-        user_code.check_arguments(found, self.arguments, f"reward.args.{self.name}")
+        target = user_code.load(self.spec, self.key)
+        user_code.check_arguments(target, self.arguments, f"reward.args.{self.name}")
         bound: frozenset[str] = frozenset()
-        called = found
-        if inspect.isclass(found):
-            if not any("__call__" in vars(base) for base in found.__mro__):
+        called = target
+        if inspect.isclass(target):
+            if not any("__call__" in vars(base) for base in target.__mro__):
                 raise ConfigError(
                     f"{self.key}={self.spec!r}: objects of this class cannot be called; give it a method "
                     "__call__(self, completion, example)"
                 )
-            called = vars(next(base for base in found.__mro__ if "__call__" in vars(base)))["__call__"]
+            called = vars(next(base for base in target.__mro__ if "__call__" in vars(base)))["__call__"]
             bound = frozenset([next(iter(user_code.signature(called, self.key).parameters), "self")])
         else:
             bound = frozenset(self.arguments)
-        return found, CallForm.read(user_code.signature(called, self.key), bound, self.key)
+        return target, CallForm.read(user_code.signature(called, self.key), bound, self.key)
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,16 @@ class CallForm:
         Raises:
             ConfigError: it is neither of the two that a reward may have.
         """
-        free = {name: one for name, one in signature.parameters.items() if name not in bound}
+        free = {name: param for name, param in signature.parameters.items() if name not in bound}
         named = {
-            n: one for n, one in free.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+            n: param
+            for n, param in free.items()
+            if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
         }
         form = cls(
             names=frozenset(named),
-            required=frozenset(name for name, one in named.items() if one.default is one.empty),
-            any_name=any(one.kind is one.VAR_KEYWORD for one in free.values()),
+            required=frozenset(name for name, param in named.items() if param.default is param.empty),
+            any_name=any(param.kind is param.VAR_KEYWORD for param in free.values()),
             bound=bound,
             batched="completions" in named,
             text=str(signature),

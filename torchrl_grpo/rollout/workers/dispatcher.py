@@ -388,7 +388,7 @@ class Dispatcher:
             self._compute_rewards(groups)
 
     def _compute_rewards(self, groups: Sequence[Group]) -> None:
-        references = None if self.reference is None else [self.reference.log_probs(one) for one in groups]
+        references = None if self.reference is None else [self.reference.log_probs(group) for group in groups]
         reward_future = self._rewards.submit(self._timed_rewards, groups)
         reward_future.add_done_callback(
             lambda future: self._inbox.put(lambda: self._on_rewarded(*future.result(), references))

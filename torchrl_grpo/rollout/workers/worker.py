@@ -160,9 +160,9 @@ class RolloutWorker:
             self._answers.update(self.engine.step())
         if len(self._answers) < len(requests):
             return None
-        found, self._answers = self._answers, None
+        answers, self._answers = self._answers, None
         self._submit(self._groups.values())
-        return in_order(found, len(prompts), sampling.num_samples)
+        return in_order(answers, len(prompts), sampling.num_samples)
 
     def close(self) -> None:
         """Close the engine."""

@@ -71,22 +71,22 @@ def replace(path: Path, content: str) -> None:
 
 def _open(path: Path | str, flags: int, folder: int | None, own: bool) -> int:
     try:
-        found = os.open(path, flags | _CAREFUL | (os.O_NOFOLLOW if own else 0), 0o644, dir_fd=folder)
+        descriptor = os.open(path, flags | _CAREFUL | (os.O_NOFOLLOW if own else 0), 0o644, dir_fd=folder)
     except OSError as error:
         # ENXIO: a FIFO that nobody reads, or a socket.
         if error.errno == errno.ENXIO or (own and error.errno == errno.ELOOP):
             raise _irregular(path) from error
         raise
     try:
-        about = os.fstat(found)
+        about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise _irregular(path)
         if own and about.st_uid != os.geteuid():
             raise OSError(errno.EPERM, "belongs to another user", str(path))
     except OSError:
-        os.close(found)
+        os.close(descriptor)
         raise
-    return found
+    return descriptor
 
 
 def _irregular(path: Path | str) -> OSError:

@@ -120,7 +120,7 @@ def _run(code: str, limit_s: float, end: float) -> bytes:
     finally:
         # One that removes a large folder goes on.
         _unfinished.add(process)
-        _unfinished.difference_update([one for one in list(_unfinished) if one.poll() is not None])
+        _unfinished.difference_update([child for child in list(_unfinished) if child.poll() is not None])
     if output is None:
         raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
     return output
@@ -160,10 +160,10 @@ def _remove_abandoned() -> None:
 def why_unavailable() -> str | None:
     """Say why this machine cannot run such code; None if it can. The answer is computed once."""
     try:
-        said = run_python("print('ready')", 30.0)
+        output = run_python("print('ready')", 30.0)
     except (OSError, PythonFailed) as error:
-        said = str(error)
-    return None if said == "ready" else said or "the process ended without a word"
+        output = str(error)
+    return None if output == "ready" else output or "the process ended without a word"
 
 
 def _python(code: str) -> None:

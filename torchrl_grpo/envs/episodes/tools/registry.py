@@ -39,20 +39,20 @@ def _load(spec: str) -> Tool:
     if spec in TOOLS:
         built: Tool = load_built_in(TOOLS[spec])()
         return built
-    found = user_code.load(spec, "env.tools")
+    target = user_code.load(spec, "env.tools")
     name = spec.rpartition(":")[2]
-    return Tool(name, spec, make_schema(_called(found, spec), spec, name), None)
+    return Tool(name, spec, make_schema(_called(target, spec), spec, name), None)
 
 
-def _called(found: Any, spec: str) -> Any:
-    if not inspect.isclass(found):
-        return found
-    if "__call__" not in {name for base in found.__mro__[:-1] for name in vars(base)}:
+def _called(target: Any, spec: str) -> Any:
+    if not inspect.isclass(target):
+        return target
+    if "__call__" not in {name for base in target.__mro__[:-1] for name in vars(base)}:
         raise ConfigError(
             f"env.tools has {spec!r}, whose objects cannot be called; give the class a method __call__"
         )
-    user_code.check_arguments(found, {}, "env.tools")
-    return found.__call__
+    user_code.check_arguments(target, {}, "env.tools")
+    return target.__call__
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:

@@ -43,16 +43,16 @@ class CallReader:
         calls: list[ToolCall] = []
         position = count = 0
         opening = self.form.opening
-        found = opening.search(text) if opening else None
+        match = opening.search(text) if opening else None
         tag = next_tag(text)
         while True:
             # Each is searched once, so that the time is linear.
-            if opening and found and found.start() < position:
-                found = opening.search(text, position)
+            if opening and match and match.start() < position:
+                match = opening.search(text, position)
             if tag and tag.start() < position:
                 tag = next_tag(text, position)
-            if found and count < MOST_READ and (tag is None or found.start() < tag.start()):
-                more, position = self.form.take(text, found.end(), self.schemas)
+            if match and count < MOST_READ and (tag is None or match.start() < tag.start()):
+                more, position = self.form.take(text, match.end(), self.schemas)
                 calls += more
                 count += 1
             elif tag is None:
