@@ -144,10 +144,12 @@ _file: Path | None = None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what the files before have imported. Their engines have ended."""
+    """Begin a file as if it were the first: no garbage of the files before, no signal handler of theirs."""
     global _file
     if item.path != _file:
         _file = item.path
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         frozen_heap.freeze_new_modules()
 
 

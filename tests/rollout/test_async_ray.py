@@ -28,6 +28,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.rollout.workers.ray_pool import pack, unpack
+from torchrl_grpo.runtime.interrupts import keep_termination_handler
 from torchrl_grpo.tools import soak
 from torchrl_grpo.tools.processes import has_checkpoint
 from torchrl_grpo.tools.soak import family, victim
@@ -255,13 +256,15 @@ def two_nodes() -> Iterator[Any]:
     """A cluster of somebody else's with two cores on each of two nodes."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=2)
-        cluster.wait_for_nodes()
-        yield cluster
-    finally:
-        cluster.shutdown()
+    # A node that is started in this process replaces what SIGTERM does here.
+    with keep_termination_handler():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        try:
+            cluster.add_node(num_cpus=2)
+            cluster.wait_for_nodes()
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 @pytest.mark.float32
