@@ -56,6 +56,15 @@ def config(**changes: object) -> Config:
             r"weight_update_frequency=4: .*weight_transfer=nccl allows none.*weight_update_frequency=1",
         ),
         (
+            # Workers on Ray.
+            {
+                "collector__max_policy_age": 3,
+                "train__weight_update_frequency": 4,
+                "inference_model__weight_transfer": WeightTransfer.nccl,
+            },
+            r"weight_update_frequency=4: .*weight_transfer=nccl allows none.*weight_update_frequency=1",
+        ),
+        (
             {"collector__partial_rollout": True, "collector__max_policy_age": 0},
             r"collector\.partial_rollout=true: .*write collector\.max_policy_age=1",
         ),

@@ -20,7 +20,7 @@ from torchrl_grpo.inference.protocol import (
 )
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
-from torchrl_grpo.rollout.workers.types import LoadWeightsCommand
+from torchrl_grpo.rollout.workers.types import LoadWeightsCommand, TrainerWeights
 
 
 class KeepsAPart(Faulty, TransformersEngine):
@@ -87,6 +87,8 @@ class OneWorker(Inference):
     def _call(self, command: Any) -> Any:
         replied: Future[Any] = Future()
         self.pool.call(0, command, replied.set_result)
+        if isinstance(command, LoadWeightsCommand) and isinstance(command.content, TrainerWeights):
+            command.content.send_until(replied)
         found = replied.result(120)
         if isinstance(found, BaseException):
             raise found

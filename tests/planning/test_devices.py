@@ -36,6 +36,37 @@ def _gpus_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
 
 
+@pytest.mark.parametrize(
+    ("way", "gpus", "changes"),
+    [
+        # NCCL has not been run on GPUs yet, so only the user chooses it.
+        ("ray_objects", 2, {"asynchronous": True}),
+        ("ray_objects", 4, {"inference": Role("inference_model", 3)}),
+        ("nccl", 2, {"asynchronous": True, "weight_transfer": "nccl"}),
+        ("nccl", 4, {"inference": Role("inference_model", 3), "weight_transfer": "nccl"}),
+        ("nccl", 0, {"asynchronous": True, "weight_transfer": "nccl"}),
+        ("nccl", 2, {"asynchronous": True, "cluster": True, "weight_transfer": "nccl"}),
+        ("in_process", 1, {}),
+        ("shared_memory", 2, {"backend": "vllm_server"}),
+    ],
+)
+def test_weights_of_workers_go_from_gpu_to_gpu_if_the_user_says_so(
+    way: str, gpus: int, changes: dict[str, Any]
+) -> None:
+    assert plan(Request(**changes), gpus).weight_transfer == way
+
+
+def test_nccl_for_an_engine_on_the_gpu_of_the_trainer_is_refused() -> None:
+    shared: dict[str, Any] = {
+        "train": Role("train_model", devices=(1,)),
+        "inference": Role("inference_model", devices=(1,)),
+    }
+    with pytest.raises(ConfigError, match=r"NCCL connects different GPUs only; write .*=ray_objects"):
+        plan(Request(weight_transfer="nccl", **shared), 2)
+    with pytest.raises(ConfigError, match=r"run in the trainer's process; write .*=in_process"):
+        plan(Request(weight_transfer="nccl"), 1)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_plan(case: str) -> None:
     assert answer(case) == CASES[case]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,47 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
         assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
         assert_each_is_found(publisher, publisher.publish, on_the_way, some)
         assert publisher.unreadable == []
+    finally:
+        pool.close()
+
+
+def test_a_worker_proves_the_weights_that_a_group_of_processes_sends(
+    repo_root: Path, tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The channel that takes NCCL on GPUs, with gloo in its place."""
+    monkeypatch.setenv("PYTHONPATH", str(repo_root / "tests/helpers"), prepend=os.pathsep)
+    model = make_model("llama_tied", num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "model")
+    cfg = Config()
+    cfg.model.name = str(tmp_path / "model")
+    cfg.inference_model.backend = "transformers"
+    cfg.inference_model.dtype = Dtype.bfloat16
+    cfg.ray.address = two_nodes.address
+    spec = ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False, sender=torch.device("cpu"))
+    pool = ray_pool.RayPool(cfg, spec, count=1, actor=FaultyActor)
+    try:
+        worker = OneWorker(pool)
+        publisher = WeightPublisher(
+            model,
+            TokenScorer(model),
+            engine=worker,
+            probe_prompts=PROMPTS,
+            pad_token_id=PAD,
+            precision=torch.bfloat16,
+            engine_dtype=torch.bfloat16,
+            transport=Direct(worker),
+        )
+        publisher.verify_at_start(0)
+        cases = of_each_kind(every_part(publisher))
+        assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
+        publisher.publish(1)
+        assert publisher.unreadable == []
+        # A worker that is started again joins a new group.
+        pool.kill(0)
+        started: Future[Any] = Future()
+        pool.start(0, started.set_result)
+        assert started.result(240) is None
+        publisher.publish(2)
     finally:
         pool.close()
 

@@ -60,7 +60,7 @@ def _plan_cpu(request: Request) -> Plan:
         reference = RolePlan(train.devices[:1], "colocated", where)
     train = _mark_colocated(train, inference, reference)
     transfer = choose_transfer(request, own_process)
-    check_gpus(transfer, [], [])
+    check_gpus(transfer, request.engine, [], [])
     return Plan(
         train,
         replace(inference, own_process=own_process),
@@ -218,7 +218,7 @@ class _Allocator:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
         reference = _not_loaded(request, train) or self._reference(gpus, engine)
         transfer = choose_transfer(request, own_process)
-        check_gpus(transfer, gpus, engine)
+        check_gpus(transfer, request.engine, gpus, engine)
         return Plan(
             _mark_colocated(train, inference, reference),
             replace(inference, own_process=own_process),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torchrl_grpo.config.engines import EngineKind
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.planning.request import Request
 
@@ -29,17 +30,18 @@ def choose_transfer(request: Request, own_process: bool) -> str:
     way = request.weight_transfer
     if way == "auto" or way == automatic:
         return automatic
-    if not request.engine.has_servers:
+    if not request.engine.has_servers and not (own_process and way == "nccl"):
         where = "in processes of their own, on Ray" if own_process else "in the trainer's process"
         raise bad_value(_KEY, way, f"the engines of this plan run {where}", f"{_KEY}={automatic}")
     return way
 
 
-def check_gpus(transfer: str, trainer: Sequence[int], engines: Collection[int]) -> None:
+def check_gpus(transfer: str, engine: EngineKind, trainer: Sequence[int], engines: Collection[int]) -> None:
     """Check that a GPU transfer channel works between the GPUs of a plan.
 
     Args:
         transfer: result of :func:`choose_transfer`.
+        engine: what the engine can do.
         trainer: GPUs of the trainer; the first one sends. Empty on a CPU.
         engines: GPUs of the engines of this run.
 
@@ -50,4 +52,5 @@ def check_gpus(transfer: str, trainer: Sequence[int], engines: Collection[int]) 
         raise bad_value(_KEY, transfer, "the trainer has no GPU to share memory of", f"{_KEY}=shared_memory")
     if transfer == "nccl" and trainer and trainer[0] in engines:
         wrong = f"an engine is on the trainer's GPU cuda:{trainer[0]}, and NCCL connects different GPUs only"
-        raise bad_value(_KEY, transfer, wrong, f"{_KEY}=cuda_ipc")
+        other = "cuda_ipc" if engine.has_servers else "ray_objects"
+        raise bad_value(_KEY, transfer, wrong, f"{_KEY}={other}")

@@ -94,7 +94,7 @@ def check_async(cfg: Config) -> None:
     _check_rounds(cfg, age, f"and collector.max_policy_age={age} allows less")
     way = cfg.inference_model.weight_transfer
     if way in ("cuda_ipc", "nccl"):
-        # A server that is started again gets the trainer's current weights.
+        # A server or worker that is started again gets the trainer's current weights.
         _check_rounds(cfg, 0, f"and inference_model.weight_transfer={way} allows none")
     if cfg.collector.partial_rollout and age == 0:
         raise bad_value(

@@ -1,5 +1,7 @@
 """Runs rollout workers as Ray actors, each with its own engine, in one placement group.
 
+Weights go through Ray's object store in the memory of the hosts, or from GPU to GPU by NCCL.
+
 The pool joins the cluster that ``ray.address`` names. Without an address, it starts a cluster on this machine
 and stops it at the end of the run. The processes of that cluster always end with this process, because Ray
 asks the kernel to end them.
@@ -10,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +28,15 @@ from torch import Tensor
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.inference.pieces import Assembler
 from torchrl_grpo.inference.protocol import SteppingEngine
+from torchrl_grpo.inference.servers.carriers import StreamCarrier
+from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
+from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
+from torchrl_grpo.inference.servers.channels.nccl import Broadcaster, receive_weights
+from torchrl_grpo.inference.servers.transfer_types import Opening
+from torchrl_grpo.inference.servers.weight_stream import StreamReader, TransferPostponed, WeightStream
+from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.planning.cores import import_path, visible_gpus, worker_env
 from torchrl_grpo.planning.plan import SHARED_GPU
 from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
@@ -61,6 +72,7 @@ class WorkerSpec:
         on_gpu: whether the worker has a GPU.
         gpus: indices of this machine's GPUs, for a Ray cluster that is started here.
         gpu_memory_utilization: fraction of the GPU's memory that vLLM takes.
+        sender: the trainer's device, which sends weights by NCCL; None for Ray's object store.
     """
 
     cfg: Config
@@ -72,6 +84,12 @@ class WorkerSpec:
     on_gpu: bool
     gpus: Sequence[int] = ()
     gpu_memory_utilization: float = SHARED_GPU
+    sender: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the engine, by its name inside the worker."""
+        return torch.device("cuda:0" if self.on_gpu else "cpu")
 
 
 # Weights by name, each as bytes, dtype and shape. Ray transfers this form without a copy.
@@ -103,8 +121,11 @@ def unpack(packed: PackedWeights) -> Iterator[tuple[str, Tensor]]:
 class RolloutActor:
     """A rollout worker in its own process."""
 
-    def setup(self, spec: WorkerSpec) -> None:
-        """Build the engine.
+    # Its place among the processes that NCCL connects.
+    group: WeightGroup | None = None
+
+    def setup(self, spec: WorkerSpec) -> tuple[str, str]:
+        """Build the engine, and return the address of this machine and the name of its GPU.
 
         The constructor does not do this, because its errors do not reach the caller unchanged.
         """
@@ -115,20 +136,21 @@ class RolloutActor:
         if not spec.on_gpu:
             keep_freed_memory()
         options = spec.cfg.inference_model
+        self.device, self.dtype = spec.device, resolve_dtype(options.dtype, spec.device)
         self.worker = RolloutWorker(
             self.make_engine(spec), options.max_new_tokens, options.temperature, time.perf_counter
         )
+        return ray.util.get_node_ip_address(), gpu_name(spec.device)
 
     def make_engine(self, spec: WorkerSpec) -> SteppingEngine:
         """Build the engine that the configuration selects."""
         from torchrl_grpo.envs.episodes.build import with_episodes
         from torchrl_grpo.inference.build import build_engine
 
-        device = torch.device("cuda:0" if spec.on_gpu else "cpu")
         engine = build_engine(
             spec.cfg,
             spec.source,
-            device,
+            spec.device,
             spec.eos_token_ids,
             spec.pad_token_id,
             spec.max_num_seqs,
@@ -143,6 +165,42 @@ class RolloutActor:
         part of ``command``.
         """
         return self.worker.run(replace(command, content=unpack(packed)))
+
+    def receive(self, opening: Mapping[str, Any], command: LoadWeightsCommand) -> Any:
+        """Run ``command`` with weights that the trainer sends from its device to this one.
+
+        Args:
+            opening: an :class:`~torchrl_grpo.inference.servers.transfer_types.Opening` as JSON.
+            command: the command, without weights.
+
+        Raises:
+            TransferPostponed: another worker or the trainer was not there, or has left.
+        """
+        try:
+            if "first" in opening:
+                self._leave()
+                self.group = WeightGroup(opening, opening["first"], self.device)
+            return self.worker.run(replace(command, content=self._received(opening["room"], command)))
+        except GroupEnded as error:
+            self._leave()
+            raise TransferPostponed(str(error)) from error
+
+    def _received(self, room: int, command: LoadWeightsCommand) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and weights of ``command``."""
+        assert self.group is not None, "the trainer keeps a group that all have joined"
+        shapes, assembler = command.probe.shapes, Assembler()
+        try:
+            for pieces in receive_weights(self.group, shapes, self.dtype, self.device, room):
+                yield from assembler.take(pieces)
+        except GroupEnded:
+            # The engine takes all weights again.
+            self.worker.engine.finish_update()
+            raise
+
+    def _leave(self) -> None:
+        if self.group is not None:
+            self.group.leave()
+        self.group = None
 
     def run(self, command: Command) -> Any:
         """Run any command except :class:`LoadWeightsCommand`. See :meth:`RolloutWorker.run`."""
@@ -177,6 +235,14 @@ class RayPool:
         num_bundles = count + num_extra_actors
         self._spec = spec
         self._actor = actor
+        self._carrier: StreamCarrier | None = None
+        if spec.sender is not None:
+            others = {"receiver": "worker", "otherwise": "ray_objects", "on_one_gpu": "ray_objects"}
+            channel = Broadcaster(spec.sender, cfg.collector.timeout_s, **others)
+            self._carrier = StreamCarrier(channel=channel)
+        # Workers come and go in other threads.
+        self._changing = threading.Lock()
+        self._is_local = cfg.ray.address is None
         # False if an earlier part of this process connected to Ray. The pool then keeps the connection open.
         self._owns_ray = not ray.is_initialized()
         self._folder = _short_folder() if self._owns_ray and cfg.ray.address is None else None
@@ -204,7 +270,7 @@ class RayPool:
 
     def start(self, worker_index: int, done: Callable[[Any], None]) -> None:
         spec = self._spec
-        self._actors[worker_index] = (
+        actor = (
             ray.remote(self._actor)
             .options(
                 num_cpus=1,
@@ -214,7 +280,25 @@ class RayPool:
             )
             .remote()
         )
-        call_when_done(self._actors[worker_index].setup.remote(spec), done)
+        with self._changing:
+            self._actors[worker_index] = actor
+        call_when_done(
+            actor.setup.remote(spec), lambda result: done(self._admit(worker_index, actor, result))
+        )
+
+    def _admit(self, worker_index: int, actor: Any, result: Any) -> BaseException | None:
+        """Let weights reach a worker that has started; return what went wrong."""
+        if self._carrier is None or isinstance(result, BaseException):
+            return result if isinstance(result, BaseException) else None
+        address, gpu = result
+        host = "127.0.0.1" if self._is_local else address
+        try:
+            with self._changing:
+                if self._actors[worker_index] is actor:
+                    self._carrier.admit(actor, f"http://{host}", [gpu])
+        except ConfigError as error:
+            return error
+        return None
 
     def extra_actor_placement(self, index: int) -> PlacementGroupSchedulingStrategy:
         """Return the placement of an additional process, which ends with the pool."""
@@ -222,23 +306,55 @@ class RayPool:
 
     def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
         actor = self._actors[worker_index]
-        if isinstance(command, LoadWeightsCommand):
+        if isinstance(command, LoadWeightsCommand) and isinstance(command.content, WeightStream):
+            reader = command.content.reader_for(actor)
+            load = (actor, reader, replace(command, content=None), done)
+            threading.Thread(target=self._send_weights, args=load, name="weights", daemon=True).start()
+        elif isinstance(command, LoadWeightsCommand):
             call_when_done(actor.load.remote(command.content, replace(command, content=None)), done)
         else:
             call_when_done(actor.run.remote(command), done)
 
+    def _send_weights(
+        self, actor: Any, reader: StreamReader, command: LoadWeightsCommand, done: Callable[[Any], None]
+    ) -> None:
+        """Have a worker load the weights that the trainer's thread sends."""
+        result: Any
+        try:
+            with contextlib.closing(reader.buckets()) as openings:
+                opening = next(openings)
+                assert isinstance(opening, Opening)
+                result = ray.get(actor.receive.remote(opening.to_json(), command))
+                # Even if another worker has left since then.
+                reader.mark_received()
+        except Exception as error:  # noqa: BLE001  it is reported
+            result = _own_error(error)
+        finally:
+            reader.mark_done()
+        done(result)
+
     def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """Put weights into the object store, which keeps one copy per node for any number of workers."""
-        return ray.put(pack(weights))
+        """Take the weights of a publication, in the form that :meth:`call` sends.
+
+        Ray's object store keeps one copy per node for any number of workers.
+        """
+        return ray.put(pack(weights)) if self._carrier is None else self._carrier.put(weights)
 
     def kill(self, worker_index: int) -> None:
-        if self._actors[worker_index] is not None:
-            ray.kill(self._actors[worker_index])
+        with self._changing:
+            actor, self._actors[worker_index] = self._actors[worker_index], None
+        if actor is not None:
+            ray.kill(actor)
+            if self._carrier is not None:
+                self._carrier.dismiss(actor)
 
     def close(self) -> None:
+        if self._carrier is not None:
+            self._carrier.release()
         for worker_index in range(len(self._actors)):
             self.kill(worker_index)
-        self._actors = [None] * len(self._actors)
+        if self._carrier is not None:
+            self._carrier.close()
         if self._group is not None:
             remove_placement_group(self._group)
         if self._owns_ray:
@@ -256,12 +372,14 @@ def call_when_done(ref: Any, done: Callable[[Any], None]) -> None:
 
     def finished(future: Any) -> None:
         error = future.exception()
-        if isinstance(error, RayTaskError):
-            # Unwrap the worker's own exception.
-            error = error.cause if isinstance(error.cause, Exception) else error
-        done(future.result() if error is None else error)
+        done(future.result() if error is None else _own_error(error))
 
     ref.future().add_done_callback(finished)
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """Return the worker's own exception, if Ray has wrapped it."""
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
 
 def _short_folder() -> Folder | None:
