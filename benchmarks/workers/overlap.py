@@ -28,7 +28,8 @@ from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build as collections
 from torchrl_grpo.rollout.collector import Collector
-from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
+from torchrl_grpo.rollout.workers.ray_pool import RayPool
+from torchrl_grpo.rollout.workers.ray_worker import RolloutActor, WorkerSpec
 from torchrl_grpo.training.build import Job, build_session
 from torchrl_grpo.training.loop import step as loop_step
 

@@ -19,7 +19,8 @@ from torchrl_grpo.inference.protocol import (
     SteppingEngine,
 )
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
-from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
+from torchrl_grpo.rollout.workers.ray_pool import RayPool
+from torchrl_grpo.rollout.workers.ray_worker import RolloutActor, WorkerSpec
 from torchrl_grpo.rollout.workers.types import LoadWeightsCommand, TrainerWeights
 
 

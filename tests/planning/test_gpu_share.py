@@ -15,7 +15,7 @@ from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build
-from torchrl_grpo.rollout.workers import ray_pool
+from torchrl_grpo.rollout.workers import ray_pool, ray_worker
 
 
 class Enough(Exception):
@@ -32,8 +32,8 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
         taken.append(options["gpu_memory_utilization"])
         raise Enough
 
-    def pool(cfg: Config, spec: ray_pool.WorkerSpec, *count: int, **others: int) -> None:
-        ray_pool.RolloutActor().make_engine(spec)
+    def pool(cfg: Config, spec: ray_worker.WorkerSpec, *count: int, **others: int) -> None:
+        ray_worker.RolloutActor().make_engine(spec)
 
     monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
     monkeypatch.setattr(vllm_engine, "VLLMEngine", engine)

@@ -28,7 +28,7 @@ from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.rollout.workers import ray_pool
-from torchrl_grpo.rollout.workers.ray_pool import pack, unpack
+from torchrl_grpo.rollout.workers.ray_worker import WorkerSpec, pack, unpack
 from torchrl_grpo.runtime.interrupts import keep_termination_handler
 from torchrl_grpo.tools import soak
 from torchrl_grpo.tools.processes import has_checkpoint
@@ -328,7 +328,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
     cfg.inference_model.dtype = Dtype(str(dtype).removeprefix("torch."))
     cfg.ray.address = two_nodes.address
     pool = ray_pool.RayPool(
-        cfg, ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), count=1, actor=FaultyActor
+        cfg, WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), count=1, actor=FaultyActor
     )
     try:
         worker = OneWorker(pool)
@@ -369,7 +369,7 @@ def test_a_worker_proves_the_weights_that_a_group_of_processes_sends(
     cfg.inference_model.backend = "transformers"
     cfg.inference_model.dtype = Dtype.bfloat16
     cfg.ray.address = two_nodes.address
-    spec = ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False, sender=torch.device("cpu"))
+    spec = WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False, sender=torch.device("cpu"))
     pool = ray_pool.RayPool(cfg, spec, count=1, actor=FaultyActor)
     try:
         worker = OneWorker(pool)

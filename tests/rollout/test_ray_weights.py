@@ -22,8 +22,9 @@ from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Requ
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.channels.group import WeightGroup
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed, WeightStream
-from torchrl_grpo.rollout.workers import ray_pool
-from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
+from torchrl_grpo.rollout.workers import ray_pool, ray_worker
+from torchrl_grpo.rollout.workers.ray_pool import RayPool
+from torchrl_grpo.rollout.workers.ray_worker import RolloutActor, WorkerSpec
 from torchrl_grpo.rollout.workers.types import LoadWeightsCommand
 
 CPU = torch.device("cpu")
@@ -152,6 +153,7 @@ def threads_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
     )
     monkeypatch.setattr(ray_pool, "ray", stand_in)
+    monkeypatch.setattr(ray_worker, "ray", stand_in)
     group = SimpleNamespace(ready=lambda: None)
     monkeypatch.setattr(ray_pool, "placement_group", lambda bundles, strategy: group)
     monkeypatch.setattr(ray_pool, "remove_placement_group", lambda group: None)

@@ -36,7 +36,8 @@ from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime import rank_env, user_code
 
 if TYPE_CHECKING:
-    from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
+    from torchrl_grpo.rollout.workers.ray_pool import RayPool
+    from torchrl_grpo.rollout.workers.ray_worker import WorkerSpec
     from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors
 
 
@@ -164,7 +165,8 @@ def build_ray_workers(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collector:
     """Build workers on Ray, which run ahead of the trainer as far as ``collector.max_policy_age`` allows."""
-    from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
+    from torchrl_grpo.rollout.workers.ray_pool import RayPool
+    from torchrl_grpo.rollout.workers.ray_worker import WorkerSpec
 
     assert source.plan.inference.own_process, "workers see their own GPU as the first one"
     count, ranks = source.plan.num_engines, rank_env.local_world_size()

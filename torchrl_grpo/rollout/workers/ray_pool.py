@@ -13,14 +13,11 @@ import contextlib
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy
 import ray
-import torch
 from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -28,17 +25,12 @@ from torch import Tensor
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.inference.pieces import Assembler
-from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
-from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
-from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
-from torchrl_grpo.inference.servers.channels.nccl import Broadcaster, receive_weights
+from torchrl_grpo.inference.servers.channels.nccl import Broadcaster
 from torchrl_grpo.inference.servers.transfer_types import Opening
-from torchrl_grpo.inference.servers.weight_stream import StreamReader, TransferPostponed, WeightStream
-from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.inference.servers.weight_stream import StreamReader, WeightStream
 from torchrl_grpo.planning.cores import import_path, visible_gpus, worker_env
-from torchrl_grpo.planning.plan import SHARED_GPU
+from torchrl_grpo.rollout.workers.ray_worker import RolloutActor, WorkerSpec, pack
 from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 from torchrl_grpo.runtime import own_variables
 from torchrl_grpo.runtime.files.shared_files import Folder, remove_abandoned
@@ -56,155 +48,6 @@ _PRESTART_VAR = "RAY_prestart_worker_first_driver"
 _FOLDER_PREFIX = "grpo-ray-"
 # Longest rest of a socket's path in bytes, behind Ray's folder.
 _SOCKET_ROOM = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.12")
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """Specification of a worker.
-
-    Attributes:
-        cfg: configuration of the run.
-        source: folder or hub name of the model; on a cluster, a folder that every node sees.
-        eos_token_ids: ids of the tokens that end a response.
-        pad_token_id: padding id.
-        max_num_seqs: largest number of responses decoded at a time.
-        threads: number of CPU threads of the engine.
-        on_gpu: whether the worker has a GPU.
-        gpus: indices of this machine's GPUs, for a Ray cluster that is started here.
-        gpu_memory_utilization: fraction of the GPU's memory that vLLM takes.
-        sender: the trainer's device, which sends weights by NCCL; None for Ray's object store.
-    """
-
-    cfg: Config
-    source: str
-    eos_token_ids: Sequence[int]
-    pad_token_id: int
-    max_num_seqs: int
-    threads: int
-    on_gpu: bool
-    gpus: Sequence[int] = ()
-    gpu_memory_utilization: float = SHARED_GPU
-    sender: torch.device | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the engine, by its name inside the worker."""
-        return torch.device("cuda:0" if self.on_gpu else "cpu")
-
-
-# Weights by name, each as bytes, dtype and shape. Ray transfers this form without a copy.
-PackedWeights = dict[str, tuple[numpy.ndarray, torch.dtype, tuple[int, ...]]]
-
-
-def pack(weights: Iterable[tuple[str, Tensor]]) -> PackedWeights:
-    """Convert weights to arrays of bytes, which hold any number format.
-
-    Contiguous tensors on the CPU are not copied.
-    """
-    return {
-        name: (
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
-            tensor.dtype,
-            tuple(tensor.shape),
-        )
-        for name, tensor in weights
-    }
-
-
-def unpack(packed: PackedWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and weights that :func:`pack` was given."""
-    for name, (content, dtype, shape) in packed.items():
-        # Copy, because torch warns about tensors in the read-only memory of the object store.
-        yield name, torch.from_numpy(content.copy()).view(dtype).view(shape)
-
-
-class RolloutActor:
-    """A rollout worker in its own process."""
-
-    # Its place among the processes that NCCL connects.
-    group: WeightGroup | None = None
-
-    def setup(self, spec: WorkerSpec) -> tuple[str, str]:
-        """Build the engine, and return the address of this machine and the name of its GPU.
-
-        The constructor does not do this, because its errors do not reach the caller unchanged.
-        """
-        from torchrl_grpo.rollout.workers.worker import RolloutWorker
-        from torchrl_grpo.runtime.malloc import keep_freed_memory
-
-        torch.set_num_threads(spec.threads)
-        if not spec.on_gpu:
-            keep_freed_memory()
-        options = spec.cfg.inference_model
-        self.device, self.dtype = spec.device, resolve_dtype(options.dtype, spec.device)
-        self.worker = RolloutWorker(
-            self.make_engine(spec), options.max_new_tokens, options.temperature, time.perf_counter
-        )
-        return ray.util.get_node_ip_address(), gpu_name(spec.device)
-
-    def make_engine(self, spec: WorkerSpec) -> SteppingEngine:
-        """Build the engine that the configuration selects."""
-        from torchrl_grpo.envs.episodes.build import with_episodes
-        from torchrl_grpo.inference.build import build_engine
-
-        engine = build_engine(
-            spec.cfg,
-            spec.source,
-            spec.device,
-            spec.eos_token_ids,
-            spec.pad_token_id,
-            spec.max_num_seqs,
-            gpu_memory_utilization=spec.gpu_memory_utilization,
-        )
-        return with_episodes(spec.cfg, engine, spec.max_num_seqs)
-
-    def load(self, packed: PackedWeights, command: LoadWeightsCommand) -> Any:
-        """Run ``command`` with these weights.
-
-        Ray resolves an object reference only if the reference itself is an argument, so ``packed`` is not
-        part of ``command``.
-        """
-        return self.worker.run(replace(command, content=unpack(packed)))
-
-    def receive(self, opening: Mapping[str, Any], command: LoadWeightsCommand) -> Any:
-        """Run ``command`` with weights that the trainer sends from its device to this one.
-
-        Args:
-            opening: an :class:`~torchrl_grpo.inference.servers.transfer_types.Opening` as JSON.
-            command: the command, without weights.
-
-        Raises:
-            TransferPostponed: another worker or the trainer was not there, or has left.
-        """
-        try:
-            if "first" in opening:
-                self._leave()
-                self.group = WeightGroup(opening, opening["first"], self.device)
-            return self.worker.run(replace(command, content=self._received(opening["room"], command)))
-        except GroupEnded as error:
-            self._leave()
-            raise TransferPostponed(str(error)) from error
-
-    def _received(self, room: int, command: LoadWeightsCommand) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and weights of ``command``."""
-        assert self.group is not None, "the trainer keeps a group that all have joined"
-        shapes, assembler = command.probe.shapes, Assembler()
-        try:
-            for pieces in receive_weights(self.group, shapes, self.dtype, self.device, room):
-                yield from assembler.take(pieces)
-        except GroupEnded:
-            # The engine takes all weights again.
-            self.worker.engine.finish_update()
-            raise
-
-    def _leave(self) -> None:
-        if self.group is not None:
-            self.group.leave()
-        self.group = None
-
-    def run(self, command: Command) -> Any:
-        """Run any command except :class:`LoadWeightsCommand`. See :meth:`RolloutWorker.run`."""
-        return self.worker.run(command)
 
 
 class RayPool:
@@ -447,10 +290,8 @@ def cluster_env(gpus: Sequence[int]) -> dict[str, str]:
     the environment lists only ``gpus``.
     """
     defaults = {_FREE_PERIOD_VAR: "10", _PRESTART_VAR: "0"}
-    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
-    if gpus:
-        found |= visible_gpus(gpus)
-    return found
+    variables = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    return variables | (visible_gpus(gpus) if gpus else {})
 
 
 @contextlib.contextmanager

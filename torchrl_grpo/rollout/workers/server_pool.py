@@ -157,7 +157,7 @@ class _Member:
                 raise InterruptedError("the worker was ended while it started")
             self._connection = ServerConnection(address, key, timeout_s, spec.kind.engine.key_variable)
         self._wait_until_up(self._connection)
-        wanted = ServerRequirements(
+        requirements = ServerRequirements(
             resolve_dtype(options.dtype, spec.device),
             resolve_head(options.head_dtype),
             options.max_model_len,
@@ -167,7 +167,7 @@ class _Member:
         engine = ServerEngine(
             self._connection,
             spec.kind.api,
-            requirements=wanted,
+            requirements=requirements,
             folder=self._pool.folder,
             timeout_s=timeout_s,
             needs_folder=self._pool.carrier.needs_folder,
@@ -281,7 +281,7 @@ class ServerPool:
             ConfigError: another worker has it.
         """
         with self._claiming:
-            others = [one for index, one in enumerate(self._identities) if index != worker_index]
+            others = [known for index, known in enumerate(self._identities) if index != worker_index]
             if identity in others:
                 raise ConfigError(
                     f"inference_model.servers=[{','.join(self.spec.addresses)}]: two of the addresses lead "
