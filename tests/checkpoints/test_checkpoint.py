@@ -383,7 +383,7 @@ def test_the_same_configuration_is_the_same_run(run_dir: Path) -> None:
     free.inference_model.gpu_memory_utilization = 0.2
     free.train_model.fused_head = False
     # What a run is told to change whose engine and trainer round too differently.
-    free.inference_model.max_logprob_gap = 2.0
+    free.inference_model.max_logprob_diff = 2.0
     free.train_model.autocast = Autocast("no")
     free.inference_model.dtype = free.ref_model.dtype = Dtype("float32")
     free.inference_model.backend = "transformers"
@@ -402,6 +402,14 @@ def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
     changed.env.answer_format = AnswerFormat("plain")
     with pytest.raises(CheckpointError, match=r"env.answer_format=plain.*started with .*=tags"):
         checkpoint.check_same_run(folder, changed)
+
+
+def test_a_run_from_before_a_key_was_renamed_is_the_same_run(run_dir: Path) -> None:
+    saved = save(run_dir, 5) / "config.yaml"
+    before = saved.read_text()
+    saved.write_text(before.replace("max_logprob_diff: null", "max_logprob_gap: 0.5"))
+    assert saved.read_text() != before
+    checkpoint.check_same_run(saved.parent, Config())
 
 
 def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_dir: Path) -> None:
@@ -466,7 +474,7 @@ def test_what_a_stopped_run_is_told_to_change_may_change_or_is_said_to_take_a_ne
                 continue  # what the message is about
             advised[key] = place
             assert is_changeable_on_resume(key) or (key in OF_A_NEW_RUN and "new run" in text), (place, key)
-    assert {*OF_A_NEW_RUN, "inference_model.max_logprob_gap", "train_model.parallelism"} <= {*advised}
+    assert {*OF_A_NEW_RUN, "inference_model.max_logprob_diff", "train_model.parallelism"} <= {*advised}
     assert not any(map(is_changeable_on_resume, OF_A_NEW_RUN))
 
 

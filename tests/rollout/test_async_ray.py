@@ -431,7 +431,7 @@ def test_vllm_takes_weights_in_flight_from_two_training_ranks(
     assert 1 <= max(line.get("policy/age_max", 0) for line in metrics) <= 2
     means = [line["publish/logprob_diff_mean"] for line in metrics if "publish/logprob_diff_mean" in line]
     assert means and max(means) < 0.5, "every worker was verified to hold the trainer's weights"
-    assert all(line["policy/log_prob_gap"] < 0.5 for line in metrics if line["step"] > 0)
+    assert all(line["policy/logprob_diff"] < 0.5 for line in metrics if line["step"] > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -86,7 +86,7 @@ def test_an_age_of_zero_is_the_synchronous_run_line_by_line(
     assert any(line["advantage/abs_mean"] > 0 for line in together[1:])
     assert all(line["episode/failed"] == line["reward/errors"] == 0 for line in together[1:])
     # The engine's log-probabilities are the trainer's, turn by turn.
-    assert all(abs(line["policy/log_prob_gap"]) < 1e-4 for line in together[1:])
+    assert all(abs(line["policy/logprob_diff"]) < 1e-4 for line in together[1:])
     apart = train_async("async", collector__max_policy_age=0, collector__weight_update=update)
     for one, other in zip(together, apart, strict=True):
         # Slow answers of the environment may change the order of sums.

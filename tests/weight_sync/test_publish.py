@@ -195,7 +195,7 @@ def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
     publisher.publish(1)
     publisher.engine.off = 0.3  # type: ignore[attr-defined]
     with pytest.raises(
-        TrainingStopped, match=r"cannot be read back.*inference_model.max_logprob_gap=0.6 with"
+        TrainingStopped, match=r"cannot be read back.*inference_model.max_logprob_diff=0.6 with"
     ):
         publisher.publish(2)
     # By this run's own initial difference, whatever the dtype: a bound for all would let much more pass.

@@ -31,7 +31,7 @@ FREE_KEYS = (
     "inference_model.head_dtype",
     "ref_model.dtype",
     # This limit changes no number. It only stops a run whose engine and trainer differ too much.
-    "inference_model.max_logprob_gap",
+    "inference_model.max_logprob_diff",
     # The number of devices and the layout of the model change rounding only. Checkpoints have the same format
     # for all layouts.
     "train_model.num_devices",
@@ -61,6 +61,9 @@ FREE_KEYS = (
 )
 
 
+# Free keys that have another name now. Earlier checkpoints have them.
+EARLIER_NAMES = ("inference_model.max_logprob_gap",)
+
 # A resumed run may also change these keys if they had this value. With this value, a run ends at the first
 # prompt that another value would treat differently.
 FREE_FROM = {"env.overlong_prompts": "error"}
@@ -75,4 +78,4 @@ def is_changeable_on_resume(key: str, before: Any = None) -> bool:
     """
     if key in FREE_FROM and before == FREE_FROM[key]:
         return True
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    return any(key == free or key.startswith(f"{free}.") for free in (*FREE_KEYS, *EARLIER_NAMES))

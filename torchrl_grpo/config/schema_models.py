@@ -249,7 +249,7 @@ class InferenceModelConfig:
         1.0,
         "Sampling temperature; the trainer scores at the same one. vLLM takes 0.01 or more.",
     )
-    max_logprob_gap: PositiveFloat | None = key(
+    max_logprob_diff: PositiveFloat | None = key(
         None,
         "Mean difference of log-probabilities between engine and trainer, in nats, above which a warning is "
         "given. null derives it from the number format and the first difference. Weights are always "

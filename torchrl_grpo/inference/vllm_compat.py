@@ -2,7 +2,7 @@
 
 No other module imports vLLM or compares its version. Functions import vLLM when they are called: it takes
 seconds, and reads environment variables that :mod:`~torchrl_grpo.inference.vllm_engine` sets before.
-``scripts/check_vllm_types.sh`` checks this file against the annotations of any release of vLLM.
+``scripts/check_vllm_types.py`` checks this file against the annotations of any release of vLLM.
 """
 
 from __future__ import annotations

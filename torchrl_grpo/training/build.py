@@ -384,7 +384,7 @@ def build_publisher(
         precision=precision,
         engine_dtype=engine_dtype,
         transport=engine,
-        bound=cfg.inference_model.max_logprob_gap,
+        bound=cfg.inference_model.max_logprob_diff,
         warn=warn,
         backend=cfg.inference_model.backend,
     )

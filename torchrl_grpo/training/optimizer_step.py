@@ -50,7 +50,7 @@ _METRICS = {
     "entropy": "policy/entropy",
     "clip_fraction": "policy/clip_fraction",
     "ratio": "policy/ratio",
-    "logprob_diff": "policy/log_prob_gap",
+    "logprob_diff": "policy/logprob_diff",
     "mismatch_kl_approx": "mismatch/kl",
     "correction": "policy/correction",
     "correction_zero": "policy/correction_zero",

@@ -31,7 +31,7 @@ from torchrl_grpo.training.throughput import ThroughputMeter
 
 # Metrics that compare the model with the policy that sampled.
 _OF_SAMPLING = frozenset(
-    {"kl/sampling_policy", "policy/clip_fraction", "policy/ratio", "policy/ess", "policy/log_prob_gap"}
+    {"kl/sampling_policy", "policy/clip_fraction", "policy/ratio", "policy/ess", "policy/logprob_diff"}
 )
 
 

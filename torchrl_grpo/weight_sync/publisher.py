@@ -380,7 +380,7 @@ class WeightPublisher:
             raise TrainingStopped(
                 f"{what}; {len(self.unreadable)} of its tensors cannot be read back, the first is "
                 f"{self.unreadable[0]}, so only the log-probabilities can show whether the weights arrived. "
-                f"{advice}; inference_model.max_logprob_gap={2 * diff.mean:.2g} with resume=auto continues "
+                f"{advice}; inference_model.max_logprob_diff={2 * diff.mean:.2g} with resume=auto continues "
                 "anyway"
             )
         if not self._warned:
