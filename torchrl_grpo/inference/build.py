@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 
@@ -10,6 +11,16 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import load_built_in
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.planning.plan import SHARED_GPU
+
+
+class EngineOptions(TypedDict):
+    """Named arguments of :func:`build_engine`, for functions that take its place or pass them on."""
+
+    eos_token_ids: Sequence[int]
+    pad_token_id: int
+    max_num_seqs: int
+    sleeps: bool
+    gpu_memory_utilization: float
 
 
 def build_engine(

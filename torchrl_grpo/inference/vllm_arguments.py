@@ -57,7 +57,18 @@ def vllm_arguments(
 
     Args:
         on_cpu: whether the engine computes on a CPU.
-        dtype: see :class:`~torchrl_grpo.inference.vllm_engine.VLLMEngine`, as for all others.
+        dtype: data type of weights and activations.
+        max_model_len: largest number of tokens of prompt and response together.
+        max_num_seqs: largest number of responses decoded at a time.
+        seed: seed of the engine; requests carry their own.
+        gpu_memory_utilization: share of the GPU's memory that vLLM may take.
+        kv_cache_gib: size of the key/value cache on CPU, in whole GiB.
+        block_size: tokens per cache block, None for the smallest the device's kernels take.
+        enforce_eager: None compiles on GPU and does not on CPU, where compiling takes minutes.
+        head_dtype: data type of the output head's products and the logits; None for ``dtype``.
+        enable_sleep: prepare for sleep (GPU only).
+        trust_remote_code: whether code that comes with the model may run.
+        engine_args: further arguments of vLLM's ``LLM``.
     """
     arguments: dict[str, Any] = dict(engine_args or {})
     # vLLM starts only if a step may compute a token of each response that is decoded at a time.

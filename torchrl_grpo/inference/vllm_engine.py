@@ -38,15 +38,9 @@ class VLLMEngine(SteppingEngine):
         dtype: data type of weights and activations.
         head_dtype: data type of the output head's products and the logits; None for ``dtype``.
         max_model_len: largest number of tokens of prompt and response together.
-        max_num_seqs: largest number of responses decoded at a time.
-        seed: seed of the engine; requests carry their own.
         gpu_memory_utilization: share of the GPU's memory that vLLM may take.
-        kv_cache_gib: size of the key/value cache on CPU, in whole GiB.
-        block_size: tokens per cache block, None for the smallest the device's kernels take.
-        enforce_eager: None compiles on GPU and does not on CPU, where compiling takes minutes.
-        enable_sleep: prepare for :meth:`sleep` (GPU only).
-        trust_remote_code: whether code that comes with the model may run.
         engine_args: further arguments of vLLM's ``LLM``.
+        options: the other arguments of :func:`~torchrl_grpo.inference.vllm_arguments.vllm_arguments`.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -60,16 +54,10 @@ class VLLMEngine(SteppingEngine):
         device: torch.device,
         dtype: torch.dtype,
         max_model_len: int,
-        max_num_seqs: int,
-        seed: int,
         gpu_memory_utilization: float,
-        kv_cache_gib: int,
-        block_size: int | None = None,
-        enforce_eager: bool | None = None,
         head_dtype: torch.dtype | None = None,
-        enable_sleep: bool = False,
-        trust_remote_code: bool = False,
         engine_args: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         # vLLM reads these when it is imported or started. Weights can be loaded in place only in-process.
         set_own("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -87,15 +75,9 @@ class VLLMEngine(SteppingEngine):
             dtype=dtype,
             head_dtype=head_dtype,
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_gib=kv_cache_gib,
-            block_size=block_size,
-            enforce_eager=enforce_eager,
-            enable_sleep=enable_sleep,
-            trust_remote_code=trust_remote_code,
             engine_args=engine_args,
+            **options,
         )
         self._eager: bool = arguments["enforce_eager"]
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads

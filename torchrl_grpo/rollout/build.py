@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from torchrl_grpo.distributed.ranks import cores_to_divide
 from torchrl_grpo.envs.chat import end_of_message
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.envs.group_text import GroupTextEnv
-from torchrl_grpo.inference.build import build_engine
+from torchrl_grpo.inference.build import EngineOptions, build_engine
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.planning.cores import divide_cores
@@ -45,16 +45,7 @@ class MakeEngine(Protocol):
     """Builds an engine in this process: see :func:`~torchrl_grpo.inference.build.build_engine`."""
 
     def __call__(
-        self,
-        cfg: Config,
-        source: str,
-        device: torch.device,
-        *,
-        eos_token_ids: Sequence[int],
-        pad_token_id: int,
-        max_num_seqs: int,
-        sleeps: bool,
-        gpu_memory_utilization: float,
+        self, cfg: Config, source: str, device: torch.device, **options: Unpack[EngineOptions]
     ) -> SteppingEngine:
         """Build it with the weights at ``source``."""
 

@@ -8,13 +8,14 @@ it, except for the rounding of a batch of another size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.distributed.rank_engine import RankEngine
+from torchrl_grpo.inference.build import EngineOptions
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.training.learner import Learner
@@ -107,12 +108,7 @@ def build_data_parallel_engine(
     cfg: Config,
     source: str,
     device: torch.device,
-    *,
-    eos_token_ids: Sequence[int],
-    pad_token_id: int,
-    max_num_seqs: int,
-    sleeps: bool,
-    gpu_memory_utilization: float,
+    **options: Unpack[EngineOptions],
 ) -> SteppingEngine:
     """Call :func:`~torchrl_grpo.inference.build.build_engine` on every rank, each on its own device.
 
@@ -121,23 +117,10 @@ def build_data_parallel_engine(
         cfg: configuration; unused, because each rank has it already.
         source: folder or hub name of the weights.
         device: device of rank 0; unused, because each rank has its own.
-        eos_token_ids: ids of the EOS tokens.
-        pad_token_id: id of the padding token.
-        max_num_seqs: largest number of responses decoded at a time.
-        sleeps: whether the engine's sleep mode will be used.
-        gpu_memory_utilization: share of the GPU's memory that vLLM uses.
+        options: the other arguments.
 
     Raises:
         ModelError: the model cannot be loaded.
     """
-    learner.ranks.call_all(
-        Learner.build_rank_engine,
-        learner,
-        source,
-        eos_token_ids=eos_token_ids,
-        pad_token_id=pad_token_id,
-        max_num_seqs=max_num_seqs,
-        sleeps=sleeps,
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
+    learner.ranks.call_all(Learner.build_rank_engine, learner, source, options)
     return DataParallelEngine(learner)

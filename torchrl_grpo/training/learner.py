@@ -23,7 +23,7 @@ from torchrl_grpo.distributed.rank_engine import RankEngine
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.inference.build import build_engine
+from torchrl_grpo.inference.build import EngineOptions, build_engine
 from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, resolve_head
@@ -165,42 +165,20 @@ class Learner:
             loads_parked=bool(cfg.train_model.offload_optimizer),
         )
 
-    def build_rank_engine(
-        self,
-        source: str,
-        *,
-        eos_token_ids: Sequence[int],
-        pad_token_id: int,
-        max_num_seqs: int,
-        sleeps: bool,
-        gpu_memory_utilization: float,
-    ) -> None:
+    def build_rank_engine(self, source: str, options: EngineOptions) -> None:
         """Build this rank's engine.
 
         It is a part of a :class:`~torchrl_grpo.training.data_parallel_engine.DataParallelEngine`.
 
         Args:
             source: folder or hub name of the weights.
-            eos_token_ids: ids of the EOS tokens.
-            pad_token_id: id of the padding token.
-            max_num_seqs: largest number of responses decoded at a time.
-            sleeps: whether the engine's sleep mode will be used.
-            gpu_memory_utilization: share of the GPU's memory that vLLM uses.
+            options: the other arguments of :func:`~torchrl_grpo.inference.build.build_engine`.
 
         Raises:
             ModelError: the model cannot be loaded.
         """
-        own = build_engine(
-            self.cfg,
-            source,
-            self.device,
-            eos_token_ids=eos_token_ids,
-            pad_token_id=pad_token_id,
-            max_num_seqs=max_num_seqs,
-            sleeps=sleeps,
-            gpu_memory_utilization=gpu_memory_utilization,
-        )
-        own = with_episodes(self.cfg, own, max_num_seqs)
+        own = build_engine(self.cfg, source, self.device, **options)
+        own = with_episodes(self.cfg, own, options["max_num_seqs"])
         self.engine = RankEngine(own, self.ranks, self.device)
 
     def make_budget(self) -> TokenBudget:
