@@ -9,7 +9,7 @@ import torch
 from pretended_cuda import PretendedCuda
 from torch import Tensor
 
-from torchrl_grpo.inference.noise import _INCREMENT, Noise, _mixed
+from torchrl_grpo.inference.noise import INCREMENT, Noise, mixed
 
 CUDA = torch.device("cuda:0")
 
@@ -29,8 +29,8 @@ def splitmix64(state: int) -> int:
 
 
 def test_the_hash_is_splitmix64() -> None:
-    states = [0, 1, 2**63 - 1, -(2**63), -1, 123456789123456789, _INCREMENT]
-    found = [value % 2**64 for value in _mixed(torch.tensor(states)).tolist()]
+    states = [0, 1, 2**63 - 1, -(2**63), -1, 123456789123456789, INCREMENT]
+    found = [value % 2**64 for value in mixed(torch.tensor(states)).tolist()]
     assert found == [splitmix64(state % 2**64) for state in states]
 
 

@@ -24,9 +24,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
+
+from torchrl_grpo.inference.noise import INCREMENT, mixed, signed
 
 # Largest size in bytes of the temporary of a product.
 _PIECE_BYTES = 2**26
@@ -117,7 +118,7 @@ def merge_ranks(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]])
         if copies and sum(part.size for part in copies) == whole(shape).size and not _overlap(list(copies)):
             for number in range(max(map(len, copies.values()))):
                 total = sum(held[min(number, len(held) - 1)] for held in copies.values())
-                checksums += (_signed(total),)
+                checksums += (signed(total),)
         if checksums:
             values[name] = checksums
     return Checksums(ranks[0].dtype, values)
@@ -130,12 +131,6 @@ def _overlap(parts: Sequence[Part]) -> bool:
         for number, part in enumerate(parts)
         for other in parts[:number]
     )
-
-
-def _signed(number: int) -> int:
-    """Return an integer modulo 2^64 as an int64 would hold it."""
-    number %= 2**64
-    return number - 2**64 if number >= 2**63 else number
 
 
 def checksum(tensor: Tensor) -> int:
@@ -284,24 +279,13 @@ def _word(width: int) -> torch.dtype:
 
 
 @functools.cache
-def _table(stream: int, size: int) -> numpy.ndarray:
+def _table(stream: int, size: int, device: torch.device) -> Tensor:
     """Return odd 64-bit numbers: SplitMix64 (doi 10.1145/2660193.2660195) of the position, made odd."""
-    with numpy.errstate(over="ignore"):
-        state = numpy.arange(1, size + 1, dtype=numpy.uint64) + numpy.uint64(stream << 40)
-        state *= numpy.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-        state ^= state >> numpy.uint64(31)
-    return (state | numpy.uint64(1)).view(numpy.int64)
-
-
-@functools.cache
-def _on_device(stream: int, size: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(_table(stream, size)).to(device)
+    return (mixed((torch.arange(1, size + 1) + (stream << 40)) * INCREMENT) | 1).to(device)
 
 
 @functools.cache
 def _multipliers(stream: int, count: int, device: torch.device) -> Tensor:
     # Round sizes up to powers of two, so that a few tables serve all tensors.
     size = 2 ** math.ceil(math.log2(max(count, 1024)))
-    return _on_device(stream, size, device)[:count]
+    return _table(stream, size, device)[:count]

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# SplitMix64 (doi 10.1145/2660193.2660195) as signed integers, because torch's are.
-_STEP = 0x9E3779B97F4A7C15 - 2**64
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+from torchrl_grpo.inference.noise import INCREMENT, mixed
+
 # The logarithm of noise must be finite.
 _LEAST = torch.finfo(torch.float32).tiny
 
@@ -57,16 +56,4 @@ def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 def noise_seeds(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return seeds ``[N]`` int64 of the noise of each row, one for each pair of seed and position."""
-    return _mixed(_mixed(seeds.long()) + positions.long() * _STEP)
-
-
-def _mixed(state: Tensor) -> Tensor:
-    state = state + _STEP
-    state = (state ^ _shifted(state, 30)) * _FIRST
-    state = (state ^ _shifted(state, 27)) * _SECOND
-    return state ^ _shifted(state, 31)
-
-
-def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill with zeros, as an unsigned number."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    return mixed(mixed(seeds.long() + INCREMENT) + (positions.long() + 1) * INCREMENT)
