@@ -8,59 +8,22 @@ later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
-from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, remove_abandoned
+from torchrl_grpo.inference.servers.transfer_types import Channel
+from torchrl_grpo.inference.servers.weight_files import WeightFiles, remove_abandoned
 from torchrl_grpo.inference.servers.weight_folder import FolderWeights
 from torchrl_grpo.inference.servers.weight_stream import Segments, WeightStream
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class Buckets(Protocol):
-    """The buckets of one pass over the weights, in order, as an iterator.
-
-    A half in GPU memory may be overwritten as soon as the next bucket is requested. A file may be overwritten
-    as soon as the bucket after the next one is requested. The iterator yields None to tell the reader to
-    finish loading everything that it has before it asks again.
-    """
-
-    def __iter__(self) -> Iterator[Bucket | Opening | None]:
-        """Return this object."""
-
-    def __next__(self) -> Bucket | Opening | None:
-        """Return the next bucket, what the server must open before the first one, or None."""
-
-    def close(self) -> None:
-        """End the pass early. The content of every bucket may then be overwritten."""
-
-
-@runtime_checkable
-class BucketSource(Protocol):
-    """Weights that are read bucket by bucket, from files or from the halves of a transfer buffer.
-
-    Attributes:
-        shares_cpu: whether the trainer's CPU writes one file while the servers' CPU loads another.
-    """
-
-    @property
-    def shares_cpu(self) -> bool:
-        """See above."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole tensors."""
-
-    def buckets(self) -> Buckets:
-        """Return a pass over the buckets."""
-
-
-class Carrier(Protocol):
+class Carrier(ABC):
     """One value of ``inference_model.weight_transfer``.
 
     Attributes:
@@ -69,43 +32,35 @@ class Carrier(Protocol):
         overwrites: whether :meth:`put` overwrites the previous weights, so no server may be reading them.
     """
 
-    @property
-    def folder(self) -> Path:
-        """See above."""
+    folder: Path
+    needs_folder = True
+    overwrites = False
 
-    @property
-    def needs_folder(self) -> bool:
-        """See above."""
-
-    @property
-    def overwrites(self) -> bool:
-        """See above."""
-
-    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
+    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:  # noqa: B027
         """Take on a server: see :meth:`Channel.admit`."""
 
-    def dismiss(self, server: Hashable) -> None:
-        """Forget a server: see :meth:`Halves.dismiss`."""
+    def dismiss(self, server: Hashable) -> None:  # noqa: B027
+        """Forget a server: see :meth:`Channel.dismiss`."""
 
+    @abstractmethod
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> object:
         """Take the weights of a publication, and return them in the form that servers read."""
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Send no more; servers that wait for weights get an error."""
 
+    @abstractmethod
     def close(self) -> None:
         """Delete the weights in transit. No server reads them any more."""
 
 
-class StreamCarrier:
+class StreamCarrier(Carrier):
     """Sends the trainer's weights through one transfer buffer, while the trainer waits.
 
     Args:
         parent: folder in shared memory.
         channel: way to send them; by default two files in that folder.
     """
-
-    overwrites = False
 
     def __init__(self, parent: Path = SHARED_MEMORY, channel: Channel | None = None) -> None:
         remove_abandoned(parent)
@@ -135,19 +90,7 @@ class StreamCarrier:
         self._channel.close()
 
 
-class _FileCarrier:
-    """Common part of carriers whose servers may read at any time."""
-
-    needs_folder = True
-
-    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Carrier.admit`. Does nothing: a server itself reports whether it sees the folder."""
-
-    def dismiss(self, server: Hashable) -> None:
-        """See :meth:`Carrier.dismiss`."""
-
-
-class CopyCarrier(_FileCarrier):
+class CopyCarrier(Carrier):
     """Shared memory with one copy of the weights, for servers that load while the trainer trains.
 
     Args:
@@ -172,14 +115,11 @@ class CopyCarrier(_FileCarrier):
         except OSError as error:
             raise _no_room(error) from error
 
-    def release(self) -> None:
-        """See :meth:`Carrier.release`."""
-
     def close(self) -> None:
         self._files.close()
 
 
-class FolderCarrier(_FileCarrier):
+class FolderCarrier(Carrier):
     """A folder that servers on any machine see, with the newest weights.
 
     Args:
@@ -188,8 +128,6 @@ class FolderCarrier(_FileCarrier):
     Raises:
         ConfigError: the folder cannot be created.
     """
-
-    overwrites = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().absolute()
@@ -220,9 +158,6 @@ class FolderCarrier(_FileCarrier):
             f"({error.strerror}); name a folder with room for two copies of them, which the trainer and all "
             "servers see"
         )
-
-    def release(self) -> None:
-        """See :meth:`Carrier.release`."""
 
     def close(self) -> None:
         for version in list(self._versions):

@@ -30,11 +30,10 @@ from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference.checksums import Checksums, merge_ranks
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.servers.api import ServerApi
-from torchrl_grpo.inference.servers.carriers import BucketSource
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.model_identity import difference
 from torchrl_grpo.inference.servers.transfer_types import INTERRUPTED, Opening
-from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
+from torchrl_grpo.inference.servers.weight_files import Bucket, BucketSource, WeightFiles
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.inference.vllm_arguments import name_of
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class Opening:
         return {"kind": self.kind, **self.content}
 
 
-class Channel(Protocol):
+class Channel(ABC):
     """A way for weights to leave the trainer's process.
 
     Attributes:
@@ -40,16 +41,11 @@ class Channel(Protocol):
         by_cpu: whether the CPU of this machine copies weights on both ends.
     """
 
-    @property
-    def on_this_machine(self) -> bool:
-        """See above."""
+    on_this_machine: bool
+    by_cpu: bool
 
-    @property
-    def by_cpu(self) -> bool:
-        """See above."""
-
-    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """Take on a server, or a worker on Ray.
+    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:  # noqa: B027
+        """Take on a server, or a worker on Ray. A server itself reports whether it sees files.
 
         Args:
             server: what the stream knows it by.
@@ -60,12 +56,14 @@ class Channel(Protocol):
             ConfigError: weights cannot reach it in this way.
         """
 
-    def dismiss(self, server: Hashable) -> None:
+    def dismiss(self, server: Hashable) -> None:  # noqa: B027
         """Forget a server. This may be called from any thread, and for a server that was never admitted."""
 
     def misses_a_server(self, servers: Collection[Hashable]) -> bool:
         """Return whether a pass must wait for a server that is not among ``servers``."""
+        return False
 
+    @abstractmethod
     def send(self, weights: Iterable[tuple[str, Tensor]], stream: WeightStream) -> bool:
         """Send all weights to the servers that read the stream now.
 
@@ -76,5 +74,6 @@ class Channel(Protocol):
             OSError: there is no room.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Free what the channel holds."""

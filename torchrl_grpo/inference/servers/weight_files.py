@@ -8,6 +8,7 @@ every number format is possible.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.inference.pieces import Assembler, Piece
+from torchrl_grpo.inference.servers.transfer_types import Opening
 from torchrl_grpo.runtime.files import shared_files
 
 # Size in bytes of a transfer buffer with its two halves, and largest size of a file. Larger tensors are
@@ -189,23 +191,41 @@ class Folder(shared_files.Folder):
         super().__init__(parent, _PREFIX)
 
 
-class WeightFiles:
+class BucketSource(ABC):
+    """Weights that are read bucket by bucket, from files or from the halves of a transfer buffer.
+
+    Attributes:
+        shares_cpu: whether the trainer's CPU writes one file while the servers' CPU loads another.
+    """
+
+    shares_cpu = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and whole tensors of a pass through files."""
+        return whole_tensors(item for item in self.buckets() if isinstance(item, Bucket))
+
+    @abstractmethod
+    def buckets(self) -> Generator[Bucket | Opening | None]:
+        """Yield the buckets of one pass, and before the first one what the server must open, if anything.
+
+        A half in GPU memory may be overwritten as soon as the next bucket is requested. A file may be
+        overwritten as soon as the bucket after the next one is requested. None tells the reader to finish
+        loading everything that it has before it asks again. Closing the generator ends the pass early, and
+        the content of every bucket may then be overwritten.
+        """
+
+
+class WeightFiles(BucketSource):
     """The weights of one version in a folder of their own, which is deleted with this object.
 
     Args:
         parent: folder to create it in.
     """
 
-    shares_cpu = False
-
     def __init__(self, parent: Path) -> None:
         self._folder = Folder(parent)
         self._segments: list[Segment] = []
         self._buckets: list[Bucket] = []
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors."""
-        return whole_tensors(self._buckets)
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
         """Write tensors into buckets, over those of an earlier call, and return this object.

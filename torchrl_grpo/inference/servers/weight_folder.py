@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +21,11 @@ from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.weight_files import (
     Bucket,
-    Folder,
+    WeightFiles,
     divide,
     map_file,
     pack_pieces,
     read_bucket,
-    whole_tensors,
 )
 from torchrl_grpo.runtime.files.shared_files import open_regular
 
@@ -36,18 +35,8 @@ _LAG_S = 90.0
 _AGAIN_S = 0.25
 
 
-class FolderWeights:
-    """One version of the weights, which is deleted with this object.
-
-    Args:
-        parent: folder that all machines see under the same path.
-    """
-
-    shares_cpu = False
-
-    def __init__(self, parent: Path) -> None:
-        self._folder = Folder(parent)
-        self._buckets: list[Bucket] = []
+class FolderWeights(WeightFiles):
+    """One version of the weights, in a folder that all machines see under the same path."""
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> FolderWeights:
         """Write tensors into files, and return this object.
@@ -71,18 +60,6 @@ class FolderWeights:
             partial.replace(path)
             self._buckets.append(replace(bucket, size=room, checksum=checksum(content)))
         return self
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors."""
-        return whole_tensors(self._buckets)
-
-    def buckets(self) -> Generator[Bucket]:
-        """Yield the buckets."""
-        yield from self._buckets
-
-    def close(self) -> None:
-        """Delete the files."""
-        self._folder.close()
 
 
 class BucketReader:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import shutil
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor, get_num_threads, set_num_threads
 from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
-from torchrl_grpo.inference.servers.weight_files import Bucket, Folder, Segment, divide, whole_tensors
+from torchrl_grpo.inference.servers.weight_files import Bucket, BucketSource, Folder, Segment, divide
 
 # Least size of one file in bytes. A larger row needs more.
 _LEAST_ROOM = 2**16
@@ -39,10 +39,10 @@ class TransferPostponed(RuntimeError):
     """The trainer does not send now, and a server that asks again gets the weights later."""
 
 
-class Halves(ABC):
+class Halves(Channel):
     """The two halves of a transfer buffer, which weights pass through in turn.
 
-    A :class:`~torchrl_grpo.inference.servers.transfer_types.Channel`. Servers may read in different passes.
+    Servers may read in different passes.
     """
 
     @property
@@ -64,9 +64,6 @@ class Halves(ABC):
         """Prepare a pass, and return what servers must open, for those that have to."""
         return {}
 
-    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
-        return False
-
     def send(self, weights: Iterable[tuple[str, Tensor]], stream: WeightStream) -> bool:
         """See :meth:`Channel.send`. A server that leaves holds up nobody."""
         stream.announce(self.open(stream.readers()))
@@ -85,7 +82,6 @@ class Segments(Halves):
         parent: folder to create them in, e.g. ``/dev/shm``.
     """
 
-    # See :class:`Channel`.
     on_this_machine = True
     by_cpu = True
 
@@ -102,12 +98,6 @@ class Segments(Halves):
             free = shutil.disk_usage(self._folder.path).free
             self._room = min(weight_files.BUCKET_BYTES // 2, max(_LEAST_ROOM, free // 4))
         return self._room
-
-    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Channel.admit`. Does nothing: a server itself reports whether it sees the folder."""
-
-    def dismiss(self, server: Hashable) -> None:
-        """See :meth:`Channel.dismiss`."""
 
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
         size = weight_files.room_for(pieces)
@@ -370,7 +360,7 @@ def half_of_the_threads() -> Iterator[None]:
         set_num_threads(threads)
 
 
-class StreamReader:
+class StreamReader(BucketSource):
     """A stream as one server reads it.
 
     Args:
@@ -380,14 +370,7 @@ class StreamReader:
 
     def __init__(self, stream: WeightStream, server: Hashable) -> None:
         self._stream, self._server = stream, server
-
-    @property
-    def shares_cpu(self) -> bool:
-        return self._stream.by_cpu
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and whole tensors of a pass through files."""
-        return whole_tensors(item for item in self.buckets() if isinstance(item, Bucket))
+        self.shares_cpu = stream.by_cpu
 
     def buckets(self) -> Generator[Bucket | Opening | None]:
         return self._stream.buckets(self._server)

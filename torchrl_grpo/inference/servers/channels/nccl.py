@@ -32,7 +32,7 @@ from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
 from torchrl_grpo.inference.servers.channels.group import GroupEnded, NotTogether, WeightGroup
-from torchrl_grpo.inference.servers.transfer_types import Opening
+from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
 from torchrl_grpo.inference.servers.weight_files import divide, room_for
 from torchrl_grpo.inference.servers.weight_stream import WeightStream
 
@@ -44,7 +44,7 @@ _JOIN_S = 60.0
 _EXIT_NOTICE_S = 30.0
 
 
-class Broadcaster:
+class Broadcaster(Channel):
     """The trainer's end.
 
     Args:
@@ -55,7 +55,6 @@ class Broadcaster:
         on_one_gpu: value with which they get to another process on the trainer's GPU.
     """
 
-    # See :class:`Channel`.
     on_this_machine = False
     by_cpu = False
 
