@@ -11,12 +11,13 @@ the rank's part.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_grpo.inference.checksums import (
     Part,
@@ -125,20 +126,6 @@ class Layout:
         known = {place.name for places in self.places.values() for place in places}
         return [name for name in names if name not in known]
 
-    def read(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and checksums of the published tensors that an engine tensor holds as a whole.
-
-        Args:
-            key: key of the engine tensor.
-            tensor: engine tensor.
-
-        Yields:
-            The name of a published tensor, and its checksum as a scalar on the device.
-        """
-        for name, part, value in self.read_parts(key, tensor):
-            if part is None:
-                yield name, value
-
     def read_parts(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Part | None, Tensor]]:
         """Yield names, parts and checksums of what an engine tensor holds; None is a whole tensor."""
         places = self.places.get(key)
@@ -162,6 +149,15 @@ class Layout:
             if swapped not in sums_of:
                 sums_of[swapped] = row_sums(tensor.transpose(-1, -2) if swapped else tensor)
             yield place.name, None, combine(sums_of[swapped][place.where])
+
+
+def readable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield keys and tensors of the nonempty parameters and buffers, each storage once."""
+    known = set()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.numel() and tensor.is_floating_point() and tensor.data_ptr() not in known:
+            known.add(tensor.data_ptr())
+            yield name, tensor
 
 
 def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,6 @@ product is one times a number, plus zeros.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,15 @@ from torch import Tensor, nn
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.checksums import Checksums, Part, collect_parts, ordered_row_sums, row_sums
-from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
+from torchrl_grpo.inference.layout import (
+    Layout,
+    Seen,
+    Shape,
+    fingerprint,
+    in_format,
+    locate_weights,
+    readable,
+)
 from torchrl_grpo.inference.pieces import Assembler, Piece
 from torchrl_grpo.inference.vllm_in_place import InPlaceLoader, repack_kept
 
@@ -264,7 +271,7 @@ class VLLMWeights:
         )
         seen, self._seen = self._seen, None
         self._packed_keys = {key for key, record in seen.items() if not self._stays(key, record)}
-        for key, tensor in self._readable():
+        for key, tensor in readable(self.model):
             if key in self._packed_keys:
                 # An embedding, for example, has a plain copy for look-ups besides the packed one.
                 key = f"{key}:plain"
@@ -277,7 +284,7 @@ class VLLMWeights:
         self._learned = {}
         self._compare_with_the_first()
         sums: list[tuple[str, Part | None, Tensor]] = []
-        for key, tensor in self._readable():
+        for key, tensor in readable(self.model):
             sums += self.layout.read_parts(f"{key}:plain" if key in self._packed_keys else key, tensor)
         modules = dict(self.model.named_modules())
         wrong = torch.tensor(-1, device=self._worker.device)
@@ -308,7 +315,7 @@ class VLLMWeights:
 
     def _sums_of_rows(self) -> Iterator[tuple[str, Tensor]]:
         """Yield keys and row sums of all matrices. A packed matrix is represented by some of its columns."""
-        for key, tensor in self._readable():
+        for key, tensor in readable(self.model):
             if tensor.dim() > 1:
                 yield key, row_sums(tensor)
         for path, module in self.model.named_modules():
@@ -316,14 +323,6 @@ class VLLMWeights:
                 width = _width(module)
                 columns = torch.linspace(0, width - 1, _LEARNED_COLUMNS).long()
                 yield f"{path}:columns", row_sums(_multiplied_out(module, columns, width, self.dtype))
-
-    def _readable(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield keys and tensors of the nonempty parameters and buffers, each storage once."""
-        known = set()
-        for name, tensor in itertools.chain(self.model.named_parameters(), self.model.named_buffers()):
-            if tensor.numel() and tensor.is_floating_point() and tensor.data_ptr() not in known:
-                known.add(tensor.data_ptr())
-                yield name, tensor
 
     def _stays(self, key: str, before: Seen) -> bool:
         """Return whether vLLM's processing left a tensor unchanged, and the kernels use it directly."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torchrl_grpo.config.checks.sglang import python_of
 from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.servers.sglang import program
 from torchrl_grpo.inference.servers.sglang.messages import LOADER
-from torchrl_grpo.inference.vllm_arguments import name_of
+from torchrl_grpo.inference.vllm_arguments import as_flags, name_of
 from torchrl_grpo.models.precision import resolve_dtype, resolve_head
 from torchrl_grpo.models.shape import ModelShape, read_shape
 from torchrl_grpo.planning.memory import cache_of
@@ -39,7 +37,9 @@ def sglang_launch(
     )
     # With -P, the folder of this project's program is not searched for modules.
     start = [str(python_of(cfg.inference_model.server_python)), "-P", str(Path(program.__file__).resolve())]
-    words = [*start, *_flags({"model_path": source, **arguments})]
+    # SGLang's parser takes a switch alone or not at all.
+    flags = {name: value for name, value in arguments.items() if value is not False}
+    words = [*start, *as_flags({"model_path": source, **flags})]
     return Launch(words, _variables(on_cpu, cfg.collector.timeout_s), ("TMPDIR",))
 
 
@@ -111,17 +111,3 @@ def _variables(on_cpu: bool, timeout_s: float) -> dict[str, str]:
             "TORCH_COMPILE_DISABLE": "1",
         }
     return variables
-
-
-def _flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return arguments as SGLang's parser reads them: a switch stands alone, or is left out."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, list):
-            words += [flag, *(str(item) for item in value)]
-        elif value is not None and value is not False:
-            words += [flag, value if isinstance(value, str) else json.dumps(value)]
-    return words

@@ -6,15 +6,22 @@ transforms weights that are not quantized.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.inference.checksums import Checksums, collect_checksums
-from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
+from torchrl_grpo.inference.checksums import Checksums, collect_parts
+from torchrl_grpo.inference.layout import (
+    Layout,
+    Seen,
+    Shape,
+    fingerprint,
+    in_format,
+    locate_weights,
+    readable,
+)
 
 
 class SGLangWeights:
@@ -61,23 +68,15 @@ class SGLangWeights:
             (name, fingerprint(name, shape, self.dtype, self._device, name == other))
             for name, shape in shapes.items()
         )
-        return {key: Seen.of(in_format(tensor, self.dtype)) for key, tensor in self._readable()}
+        return {key: Seen.of(in_format(tensor, self.dtype)) for key, tensor in readable(self._model)}
 
     def checksums(self) -> Checksums:
         """Compute the checksums of all weights that the model computes with."""
         assert self._layout is not None
-        checksums = [
-            checksum for key, tensor in self._readable() for checksum in self._layout.read(key, tensor)
+        sums = [
+            item for key, tensor in readable(self._model) for item in self._layout.read_parts(key, tensor)
         ]
-        return collect_checksums(checksums, self.dtype)
-
-    def _readable(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield keys and tensors of the nonempty parameters and buffers, each storage once."""
-        known = set()
-        for name, tensor in itertools.chain(self._model.named_parameters(), self._model.named_buffers()):
-            if tensor.numel() and tensor.is_floating_point() and tensor.data_ptr() not in known:
-                known.add(tensor.data_ptr())
-                yield name, tensor
+        return collect_parts(sums, self.dtype)
 
 
 def _loading_error(what: str) -> ModelError:
