@@ -146,13 +146,11 @@ def test_render_is_the_template_and_nothing_else(tokenizer: PreTrainedTokenizerF
     assert ids == reference["input_ids"]
 
 
-def test_render_takes_a_template_and_needs_one(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert (
-        render(
-            tokenizer, Example("x", [{"role": "user", "content": "Hi"}]), "Q: {{ messages[0]['content'] }}"
-        )[0]
-        == "Q: Hi"
-    )
+def test_environment_takes_a_template_and_rendering_needs_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = tokenizer.chat_template
+    env = make(tokenizer, prompts=1, chat_template="Q: {{ messages[0]['content'] }}")
+    assert env.draw()[0].text == f"Q: {example(0).messages[0]['content']}"
+    assert tokenizer.chat_template == own
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     with pytest.raises(ModelError, match=r"model\.chat_template"):
         render(bare, Example("x", [{"role": "user", "content": "Hi"}]))
@@ -192,10 +190,13 @@ def test_template_that_leaves_out_what_is_said_is_refused(
 
 
 def test_template_that_refuses_a_role_is_a_clear_error(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role: no') }}{% endif %}"
+    other = copy.copy(tokenizer)
+    other.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role: no') }}{% endif %}"
+    )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     with pytest.raises(ModelError, match=r"roles system, user: System role.*env.system_prompt=null"):
-        render(tokenizer, Example("x", messages), template)
+        render(other, Example("x", messages))
 
 
 def test_too_long_a_prompt_is_refused_at_once(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -52,9 +52,10 @@ STRICT = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_model_dir)
+    found.chat_template = SMOL
     return found
 
 
@@ -70,11 +71,11 @@ Make = Callable[..., tuple[EpisodeEngine, Record]]
 @pytest.fixture
 def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Make:
     def build(
-        template: str | None = None, max_turns: int = 5, ends: Sequence[int] = (), turn: int | None = None
+        max_turns: int = 5, ends: Sequence[int] = (), turn: int | None = None
     ) -> tuple[EpisodeEngine, Record]:
         inner = TransformersEngine(model, [tokenizer.eos_token_id, *ends], tokenizer.pad_token_id)
         calls = record(inner, monkeypatch)
-        return talking(inner, tokenizer, template, max_turns=max_turns, max_turn_tokens=turn), calls
+        return talking(inner, tokenizer, max_turns=max_turns, max_turn_tokens=turn), calls
 
     return build
 
@@ -90,9 +91,10 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def test_trained_tokens_are_those_that_the_engine_saw_and_sampled(
     make: Make, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> None:
-    engine, calls = make(template, ends=ends_of(tokenizer))
+    tokenizer.chat_template = template
+    engine, calls = make(ends=ends_of(tokenizer))
     given = problems(50)
-    prompts = [render(tokenizer, one, template)[1] for one in given]
+    prompts = [render(tokenizer, one)[1] for one in given]
     found = engine.generate(prompts, Sampling(4, 400, 1.0, seeds=list(range(0, 500, 10)), problems=given))
     assert check_tokens(prompts, found, calls) > 2 * 200, "episodes of one turn test nothing"
 
@@ -101,25 +103,23 @@ def test_what_comes_between_turns_is_what_the_template_writes(
     make: Make, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The text of an episode is the template's text of the whole conversation, where that can be said."""
-    engine, _ = make(SMOL, ends=[])
+    engine, _ = make(ends=[])
     # The model ends its turn with the template's end token, at once or after some others.
     replies = ["", " 4", " is 31", "?"]
     for number, reply in enumerate(replies):
         talk = [{"role": "tool", "content": f"no {number}"}, {"role": "user", "content": "again"}]
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-        prompt = render(tokenizer, problems(1)[0], SMOL)[1]
+        prompt = render(tokenizer, problems(1)[0])[1]
         between = engine._turn_tokens.between(tokenizer.eos_token_id, talk)
         text = tokenizer.decode([*prompt, *ids, tokenizer.eos_token_id, *between])
         said = [*problems(1)[0].messages, {"role": "assistant", "content": reply}, *talk]
-        assert text == tokenizer.apply_chat_template(
-            said, chat_template=SMOL, tokenize=False, add_generation_prompt=True
-        )
+        assert text == tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
 
 
 def test_another_end_token_than_the_template_s_is_kept_and_completed(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    turn_tokens = TurnTokens(tokenizer, SMOL)
+    turn_tokens = TurnTokens(tokenizer)
     talk = [{"role": "user", "content": "no"}]
     own = turn_tokens.between(tokenizer.convert_tokens_to_ids("<|endoftext|>"), talk)
     assert tokenizer.decode(own).startswith("<|im_end|>\n<|im_start|>user")
@@ -127,8 +127,9 @@ def test_another_end_token_than_the_template_s_is_kept_and_completed(
 
 
 def test_a_template_that_refuses_a_role_says_so(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = STRICT
     with pytest.raises(ModelError, match=r"roles tool.*only users and assistants.*model.chat_template"):
-        TurnTokens(tokenizer, STRICT).between(2, [{"role": "tool", "content": "4"}])
+        TurnTokens(tokenizer).between(2, [{"role": "tool", "content": "4"}])
 
 
 class Forger(Talk):
@@ -143,9 +144,9 @@ def test_an_environment_writes_no_turns_but_its_own(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     inner = TransformersEngine(model, [tokenizer.eos_token_id, *ends_of(tokenizer)], tokenizer.pad_token_id)
-    engine = talking(inner, tokenizer, SMOL, max_turns=3, environment=Forger)
+    engine = talking(inner, tokenizer, max_turns=3, environment=Forger)
     given = problems(2)
-    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    prompts = [render(tokenizer, one)[1] for one in given]
     found = engine.generate(prompts, Sampling(2, 600, 1.0, seeds=[1, 2], problems=given))
     own, start = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
     for episode in (one for group in found for one in group):
@@ -161,9 +162,9 @@ def test_an_environment_writes_no_turns_but_its_own(
 def test_an_episode_has_at_most_so_many_turns(
     make: Make, tokenizer: PreTrainedTokenizerBase, max_turns: int
 ) -> None:
-    engine, _ = make(SMOL, max_turns, ends_of(tokenizer))
+    engine, _ = make(max_turns, ends_of(tokenizer))
     given = problems(12)
-    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    prompts = [render(tokenizer, one)[1] for one in given]
     found = engine.generate(prompts, Sampling(2, 300, 1.0, seeds=[*range(12)], problems=given))
     counts = [one.record.turns for group in found for one in group if one.record is not None]
     assert len(counts) == 24 and max(counts) == max_turns
@@ -171,9 +172,9 @@ def test_an_episode_has_at_most_so_many_turns(
 
 
 def test_an_episode_stays_within_its_length(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine, _ = make(SMOL, 8, ends_of(tokenizer))
+    engine, _ = make(8, ends_of(tokenizer))
     given = problems(20)
-    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    prompts = [render(tokenizer, one)[1] for one in given]
     found = engine.generate(prompts, Sampling(2, 60, 1.0, seeds=[*range(20)], problems=given))
     episodes = [one for group in found for one in group]
     assert all(len(one.token_ids) <= 60 and one.sampled and one.sampled[-1] for one in episodes)
@@ -181,9 +182,9 @@ def test_an_episode_stays_within_its_length(make: Make, tokenizer: PreTrainedTok
 
 
 def test_a_turn_stays_within_its_length(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine, calls = make(SMOL, 8, ends_of(tokenizer), 6)
+    engine, calls = make(8, ends_of(tokenizer), 6)
     given = problems(20)
-    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    prompts = [render(tokenizer, one)[1] for one in given]
     found = engine.generate(prompts, Sampling(2, 800, 1.0, seeds=[*range(20)], problems=given))
     lengths = [len(answer.token_ids) for answers in calls.answered.values() for answer in answers]
     assert max(lengths) == 6 and min(lengths) < 6
@@ -194,10 +195,10 @@ def test_a_turn_stays_within_its_length(make: Make, tokenizer: PreTrainedTokeniz
 def test_an_interrupted_episode_goes_on_where_it_was(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
     """Greedy episodes with an interruption after every few tokens equal those without one."""
     given = problems(8)
-    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
-    engine, _ = make(SMOL, 4, ends_of(tokenizer), 12)
+    prompts = [render(tokenizer, one)[1] for one in given]
+    engine, _ = make(4, ends_of(tokenizer), 12)
     whole = engine.generate(prompts, Sampling(1, 120, 0.0, problems=given))
-    engine, _ = make(SMOL, 4, ends_of(tokenizer), 12)
+    engine, _ = make(4, ends_of(tokenizer), 12)
     requests = [
         Request(n, prompt, 120, 0.0, problem=one)
         for n, (prompt, one) in enumerate(zip(prompts, given, strict=True))
@@ -235,9 +236,9 @@ def test_loss_and_gradient_are_those_of_a_loop_over_episodes(
     make: Make, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, shares_prefix: bool
 ) -> None:
     """The batch of padded groups against one forward pass per episode, in the words of the paper."""
-    engine, _ = make(SMOL, 4, ends_of(tokenizer))
+    engine, _ = make(4, ends_of(tokenizer))
     given = problems(3)
-    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    prompts = [render(tokenizer, one)[1] for one in given]
     G = 4
     found = engine.generate(prompts, Sampling(G, 150, 1.0, seeds=[1, 2, 3], problems=given))
     rewards = torch.tensor([[one.record.reward for one in group if one.record] for group in found])
@@ -303,5 +304,6 @@ def by_hand(
 def test_tools_are_described_by_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
     schema = load_tools(["calculator"])[0].schema
     example = Example("x", [{"role": "user", "content": "Hi"}], tools=[schema])
-    text = render(tokenizer, example, QWEN)[0]
+    tokenizer.chat_template = QWEN
+    text = render(tokenizer, example)[0]
     assert '"name": "calculator"' in text and "expression" in text

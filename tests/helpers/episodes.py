@@ -71,7 +71,6 @@ def record(engine: SteppingEngine, patch: Any) -> Record:
 def talking(
     engine: SteppingEngine,
     tokenizer: PreTrainedTokenizerBase,
-    template: str | None = None,
     *,
     max_turns: int = 5,
     max_turn_tokens: int | None = None,
@@ -85,7 +84,7 @@ def talking(
     return EpisodeEngine(
         engine,
         tokenizer,
-        TurnTokens(tokenizer, template),
+        TurnTokens(tokenizer),
         partial(EpisodeRunner, options),
         is_quick=True,
         max_turns=max_turns,

@@ -16,24 +16,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def render_marked(
-    tokenizer: PreTrainedTokenizerBase,
-    example: Example,
-    chat_template: str | None = None,
-    reply: str | None = None,
-) -> str:
+def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: str | None = None) -> str:
     """Render a prompt up to the start of the response, with the marks of ``ControlTokens``.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         example: the problem.
-        chat_template: as for :func:`render`.
         reply: message of the assistant, which then ends the text.
 
     Raises:
         ModelError: there is no template, or it cannot render the messages.
     """
-    if chat_template is None and not tokenizer.chat_template:
+    if not tokenizer.chat_template:
         raise ModelError(
             f"The tokenizer of {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template: "
             "give one as model.chat_template (Jinja), or choose an instruct model as model.name."
@@ -45,14 +39,13 @@ def render_marked(
         return str(
             tokenizer.apply_chat_template(
                 [*messages, *end],
-                chat_template=chat_template,
                 tools=example.tools or None,
                 tokenize=False,
                 add_generation_prompt=reply is None,
             )
         )
 
-    control = control_tokens(tokenizer, chat_template)
+    control = control_tokens(tokenizer)
     try:
         return control.render(render_messages, example.messages, example.trusted)
     except TemplateError as error:
@@ -64,11 +57,9 @@ def render_marked(
         ) from error
 
 
-def render_text(
-    tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
-) -> str:
+def render_text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
     """Render the text of a prompt, as :func:`render` does."""
-    return visible(render_marked(tokenizer, example, chat_template))
+    return visible(render_marked(tokenizer, example))
 
 
 def check_contents(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
@@ -94,15 +85,12 @@ def check_contents(tokenizer: PreTrainedTokenizerBase, example: Example) -> None
             )
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
-) -> tuple[str, list[int]]:
+def render(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[str, list[int]]:
     """Render a prompt as text and as token ids, up to the start of the assistant's response.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         example: the problem; its messages, tools and trusted texts are read.
-        chat_template: Jinja text in place of the tokenizer's own template.
 
     Returns:
         The text, including the text of special tokens, and its token ids.
@@ -110,12 +98,12 @@ def render(
     Raises:
         ModelError: there is no template, or it cannot render the messages.
     """
-    text = render_marked(tokenizer, example, chat_template)
+    text = render_marked(tokenizer, example)
     # The template writes all special tokens, so the tokenizer must not add another one.
-    return visible(text), control_tokens(tokenizer, chat_template).ids([text])[0]
+    return visible(text), control_tokens(tokenizer).ids([text])[0]
 
 
-def after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> str:
+def after_message(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text that the chat template writes after the content of a last message of the assistant.
 
     Raises:
@@ -124,7 +112,7 @@ def after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str | None 
     answer = "zqxanswerxqz"
     messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TemplateError as error:
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}. "
@@ -139,15 +127,12 @@ def after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str | None 
     return after
 
 
-def end_of_message(
-    tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int], chat_template: str | None = None
-) -> int:
+def end_of_message(tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]) -> int:
     """Return the token with which the chat template ends a message of the assistant.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         end_token_ids: tokens that end a response.
-        chat_template: as for :func:`render`.
 
     Returns:
         The first of the end tokens that follows such a message. If the template writes none, the tokenizer's
@@ -156,7 +141,7 @@ def end_of_message(
     Raises:
         ModelError: the template cannot render such a message, or the engine does not stop at that token.
     """
-    text = after_message(tokenizer, chat_template)
+    text = after_message(tokenizer)
     after = tokenizer(text, add_special_tokens=False)["input_ids"]
     token = next((token_id for token_id in after if token_id in end_token_ids), tokenizer.eos_token_id)
     if token not in end_token_ids:
@@ -188,10 +173,7 @@ def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
 
 
 def lengths_above(
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    bound: int,
-    chat_template: str | None = None,
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], bound: int
 ) -> dict[int, int]:
     """Find the prompts that are longer than a bound.
 
@@ -202,7 +184,6 @@ def lengths_above(
         tokenizer: a Hugging Face tokenizer.
         examples: problems whose prompts are measured.
         bound: longest allowed prompt in tokens.
-        chat_template: as for :func:`render`.
 
     Returns:
         Index of the example -> length of its prompt in tokens, in the order of the examples.
@@ -212,18 +193,15 @@ def lengths_above(
     """
     texts = {}
     for number, example in enumerate(examples):
-        text = render_marked(tokenizer, example, chat_template)
+        text = render_marked(tokenizer, example)
         if len(text.encode(errors="replace")) > bound:
             texts[number] = text
-    lengths = [len(ids) for ids in control_tokens(tokenizer, chat_template).ids([*texts.values()])]
+    lengths = [len(ids) for ids in control_tokens(tokenizer).ids([*texts.values()])]
     return {number: length for number, length in zip(texts, lengths, strict=True) if length > bound}
 
 
 def check_lengths(
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    max_prompt_tokens: int,
-    chat_template: str | None = None,
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], max_prompt_tokens: int
 ) -> None:
     """Reject data with a prompt that is too long at the start of a run, not when it is drawn hours later.
 
@@ -231,11 +209,10 @@ def check_lengths(
         tokenizer: a Hugging Face tokenizer.
         examples: all problems that may be drawn.
         max_prompt_tokens: longest allowed prompt in tokens.
-        chat_template: as for :func:`render`.
 
     Raises:
         DataError: a prompt is too long.
         ModelError: there is no template, or it cannot render an example.
     """
-    for number, length in lengths_above(tokenizer, examples, max_prompt_tokens, chat_template).items():
+    for number, length in lengths_above(tokenizer, examples, max_prompt_tokens).items():
         check_length(examples[number], length, max_prompt_tokens)

@@ -32,14 +32,9 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> ControlTokens:
-    """Return the control tokens of a tokenizer.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        chat_template: Jinja text in place of the tokenizer's own template.
-    """
-    return _control_tokens(tokenizer, str(chat_template or tokenizer.chat_template))
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+    """Return the control tokens of a tokenizer."""
+    return _control_tokens(tokenizer, str(tokenizer.chat_template))
 
 
 @lru_cache(maxsize=4)

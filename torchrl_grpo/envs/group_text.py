@@ -7,6 +7,7 @@ environment gives the prompts and the rewards, and ``step`` is not used.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,19 +136,21 @@ class GroupTextEnv(EnvBase):
             raise ValueError("with_tokens=False leaves nothing to read for input_mode='tokens'; remove it")
         super().__init__(device=device, batch_size=torch.Size([num_envs, repeats]))
         self.stream = stream
+        if chat_template is not None:
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = chat_template
         self.tokenizer = tokenizer
         self.reward_set = reward_set
         self.max_prompt_tokens = max_prompt_tokens
         self.part_names = tuple(reward_set.names if part_names is None else part_names)
         self.with_tokens = with_tokens
-        self.chat_template = chat_template
         self.input_mode = input_mode
         self.max_new_tokens = max_new_tokens
         self.episodes = episodes
         self.prompts: list[Prompt] = []
         if isinstance(stream.examples, list):
             # Problems that are generated on demand are checked when they are drawn.
-            check_lengths(tokenizer, stream.examples, max_prompt_tokens, chat_template)
+            check_lengths(tokenizer, stream.examples, max_prompt_tokens)
         self._make_specs()
 
     def _make_specs(self) -> None:
@@ -207,7 +210,7 @@ class GroupTextEnv(EnvBase):
         return self._make_observation([[0.0] * self.batch_size.numel()] * len(self.part_names))
 
     def _render(self, group_id: int, example: Example) -> Prompt:
-        text, ids = render(self.tokenizer, example, self.chat_template)
+        text, ids = render(self.tokenizer, example)
         check_length(example, len(ids), self.max_prompt_tokens)
         return Prompt(group_id, example, text, ids)
 
@@ -250,7 +253,7 @@ class GroupTextEnv(EnvBase):
             if isinstance(text, ResponseText):
                 return text
             if id(example) not in known:
-                known[id(example)] = opening(render_text(self.tokenizer, example, self.chat_template))
+                known[id(example)] = opening(render_text(self.tokenizer, example))
             start = known[id(example)]
             return ResponseText(start.opened + self._strip_end(text), start.block)
 

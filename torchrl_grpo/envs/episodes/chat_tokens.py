@@ -33,7 +33,6 @@ class TurnTokens:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        chat_template: Jinja text in place of the tokenizer's own template.
         tools: JSON schemas of the tools, as in the prompt.
         calls: how the template renders messages with calls; None if calls are ordinary text.
     """
@@ -41,13 +40,11 @@ class TurnTokens:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         calls: CallTurn | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._control = control_tokens(tokenizer, chat_template)
+        self._control = control_tokens(tokenizer)
         self._tools = list(tools) or None
         self._calls = calls
 
@@ -93,7 +90,6 @@ class TurnTokens:
             text = str(
                 self._tokenizer.apply_chat_template(
                     [*start, *messages],
-                    chat_template=self._chat_template,
                     tools=self._tools,
                     tokenize=False,
                     add_generation_prompt=True,

@@ -66,25 +66,20 @@ class _Refused(Exception):
     """What the template loses or refuses."""
 
 
-def learn_calls(
-    tokenizer: PreTrainedTokenizerBase,
-    schemas: Sequence[Mapping[str, Any]],
-    chat_template: str | None = None,
-) -> ToolUse:
+def learn_calls(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Mapping[str, Any]]) -> ToolUse:
     """Learn how a chat template writes tools, calls and results.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         schemas: JSON schemas of the tools.
-        chat_template: Jinja text in place of the tokenizer's own template.
 
     Raises:
         ModelError: a call or its result does not survive, or tools cannot be described.
     """
-    if not (chat_template or tokenizer.chat_template):
+    if not tokenizer.chat_template:
         # Rendering the prompts says so.
         return ToolUse(False, CallReader(), None)
-    template = _Template(tokenizer, schemas, chat_template)
+    template = _Template(tokenizer, schemas)
     try:
         return template.learn()
     except _Refused as error:
@@ -97,17 +92,11 @@ def learn_calls(
 
 
 class _Template:
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        schemas: Sequence[Mapping[str, Any]],
-        chat_template: str | None,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
         self._schemas = list(schemas)
         self._tools: list[Mapping[str, Any]] | None = None
-        self._control = control_tokens(tokenizer, chat_template).texts
+        self._control = control_tokens(tokenizer).texts
         longest_first = sorted(self._control, key=len, reverse=True)
         self._atoms = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
 
@@ -135,7 +124,6 @@ class _Template:
         return str(
             self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                chat_template=self._chat_template,
                 tools=self._tools,
                 tokenize=False,
                 add_generation_prompt=is_open,
