@@ -38,7 +38,7 @@ def set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def call(*words: str, asynchronous: bool = False) -> int:
     """Run the command line and return its exit code."""
     try:
-        main.main(f"{__name__}:run", "grpo_gsm8k", ROOT / "config", argv=words, asynchronous=asynchronous)
+        main.main(main.Command(f"{__name__}:run", asynchronous=asynchronous), words)
     except SystemExit as stop:
         assert isinstance(stop.code, int)
         return stop.code

@@ -312,7 +312,7 @@ def test_ranks_are_started_with_what_was_chosen(
     ]
     monkeypatch.setattr(sys, "argv", ["grpo.py", *overrides])
     with pytest.raises(SystemExit) as ended:
-        cli.main("unused:run", "grpo_gsm8k", PAGE.parents[1] / "config")
+        cli.main(cli.Command("unused:run"))
     assert ended.value.code == 0
     assert started == [([*overrides, "train_model.num_devices=8"], 8)]
     assert capsys.readouterr().out == "devices: auto chose train_model.num_devices=8\n"

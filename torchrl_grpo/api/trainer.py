@@ -25,9 +25,8 @@ from torchrl_grpo.api.rows import (
     rewards_itself,
 )
 from torchrl_grpo.checkpoints import run_dir as run_folder
-from torchrl_grpo.cli.commands import check_job
 from torchrl_grpo.cli.compose import Composer, composer, write_override
-from torchrl_grpo.cli.main import resolve_job, write_notes
+from torchrl_grpo.cli.main import Command, resolve_job, write_notes
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS, REWARDS
 from torchrl_grpo.config.checks import check_installed
@@ -147,7 +146,8 @@ class GRPOTrainer:
 
         def check(cfg: Config) -> None:
             # Workers have nothing to do for solutions.
-            check_job(cfg, self._asynchronous, TrainMethod.grpo if self._asynchronous else cfg.train.method)
+            method = TrainMethod.grpo if self._asynchronous else cfg.train.method
+            Command(asynchronous=self._asynchronous, method=method).check(cfg)
 
         job = tree.compose(overrides)
         cfg = resolve_job(job.node, check)

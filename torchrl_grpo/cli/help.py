@@ -9,6 +9,7 @@ import re
 import textwrap
 from pathlib import Path
 
+from torchrl_grpo.config.groups import groups
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import TrainMethod
 
@@ -126,13 +127,7 @@ def help_text(program: str, config_dir: Path, config_name: str, method: TrainMet
         The text.
     """
     primaries = [f"  {name:<30} {summary}" for name, summary in primary_configs(config_dir).items()]
-    groups = []
-    # The folder "accelerate" holds files for `accelerate launch` and is not a group.
-    folders = sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name != "accelerate")
-    for folder in folders:
-        options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        if options:
-            groups.append(f"  {folder.name:<30} {options}")
+    files = groups(config_dir)
     title, examples = _OF_A_METHOD[method]
     command = f"python {program}" if program.endswith(".py") else Path(program).name
     return _TEXT.format(
@@ -140,7 +135,7 @@ def help_text(program: str, config_dir: Path, config_name: str, method: TrainMet
         examples="\n".join(f"  {command} {words}" for words in examples),
         command=command,
         primaries="\n".join(primaries),
-        groups="\n".join(groups),
+        groups="\n".join(f"  {group:<30} {', '.join(options)}" for group, options in files.items()),
         keys="\n".join(_key_help(key) for key in _MOST_USED),
         default=config_name,
     )

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from torchrl_grpo.errors import ConfigError, RanksApart, UserError
 from torchrl_grpo.models import kind, shape
 from torchrl_grpo.planning import resolve
 from torchrl_grpo.runtime import hardware, rank_env
+from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.interrupts import ignore_terminations, stop_signal_blocked
 
@@ -39,27 +41,40 @@ if TYPE_CHECKING:
     from torchrl_grpo.cli.compose import Job
 
 
-@quiet_end()
-def main(
-    run: str,
-    config_name: str,
-    config_dir: Path,
-    argv: Sequence[str] | None = None,
-    check: Callable[[Config], None] = lambda cfg: None,
-    asynchronous: bool = False,
-    method: TrainMethod = TrainMethod.grpo,
-) -> None:
-    """Run a script's command line.
+@dataclass(frozen=True)
+class Command:
+    """A training command.
 
-    Args:
+    Attributes:
         run: ``"module:function"`` of ``run(cfg: Config, run_dir: Path) -> dict``, imported only
             when a job starts.
         config_name: primary configuration to use if the command line names none.
-        config_dir: folder of the configuration tree.
+        asynchronous: whether the command's engines generate while the trainer trains.
+        method: what the command learns from.
+    """
+
+    run: str = "torchrl_grpo.training.job:run"
+    config_name: str = "grpo_gsm8k"
+    asynchronous: bool = False
+    method: TrainMethod = TrainMethod.grpo
+
+    def check(self, cfg: Config) -> None:
+        """Check what the command requires beyond :func:`~torchrl_grpo.config.checks.validate`.
+
+        Raises:
+            ConfigError: the configuration is for another command, or keys contradict each other.
+        """
+        schedule.check_method(cfg, self.method)
+        (schedule.check_async if self.asynchronous else schedule.check_sync)(cfg)
+
+
+@quiet_end()
+def main(command: Command, argv: Sequence[str] | None = None) -> None:
+    """Run a command line.
+
+    Args:
+        command: what it runs.
         argv: arguments after the script's name; those of this process by default.
-        check: function that checks the configuration for this script only; raises ConfigError.
-        asynchronous: whether the script's engines generate while the trainer trains.
-        method: what the script learns from, for ``--help``.
 
     Raises:
         SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM, 75 if the run was
@@ -68,17 +83,17 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     # Imports and composition allocate much and free little. Garbage collection would take 7 % of their time.
     gc.disable()
-    command: _Command | None = None
+    line: _CommandLine | None = None
 
     def is_shared(error: UserError) -> bool:
         # Every rank parses the same command line.
-        alike = isinstance(error, ConfigError) or command is None or not command.follows
+        alike = isinstance(error, ConfigError) or line is None or not line.follows
         return alike and not isinstance(error, RanksApart)
 
     try:
         with exit_codes(is_shared), stop_signal_blocked():
-            command = _Command(run, config_name, config_dir, words, check, asynchronous, method)
-            command.execute()
+            line = _CommandLine(command, words)
+            line.execute()
     finally:
         gc.enable()
 
@@ -99,39 +114,51 @@ def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
     return cfg
 
 
+def compose_job(
+    overrides: Sequence[str],
+    config_name: str,
+    extra_dir: Path | None,
+    check: Callable[[Config], None] = lambda cfg: None,
+) -> Config:
+    """Compose the configuration of a single job, and do what :func:`resolve_job` does.
+
+    Args:
+        overrides: ``key=value`` of a command line.
+        config_name: name of the primary configuration.
+        extra_dir: folder with more configurations, or None.
+        check: check of the command.
+
+    Raises:
+        UserError: a value is invalid; the message names it and a fix.
+    """
+    from torchrl_grpo.cli.compose import composer, open_free_form
+
+    extra = None if extra_dir is None else extra_dir.resolve()
+    with composer(config_dir(), config_name.removesuffix(".yaml"), extra) as tree:
+        (words,) = tree.jobs([open_free_form(word) for word in overrides], sweep=False)
+        return resolve_job(tree.compose(words).node, check)
+
+
 def write_notes(job: Job) -> None:
     """Tell the user, on rank 0, which keys of a job gave way to others."""
     if rank_env.rank() == 0:
         sys.stdout.write("".join(f"note: {line}\n" for line in job.settled))
 
 
-class _Command:
+class _CommandLine:
     """One command line, from its arguments to its jobs."""
 
-    def __init__(
-        self,
-        run: str,
-        config_name: str,
-        config_dir: Path,
-        words: list[str],
-        check: Callable[[Config], None],
-        asynchronous: bool,
-        method: TrainMethod,
-    ) -> None:
+    def __init__(self, command: Command, words: list[str]) -> None:
+        self.command = command
         self.words = words
         self.args = read_arguments(words)
         # Whether this process has begun to serve as a rank other than rank 0.
         self.follows = False
-        self.check = check
-        self.asynchronous = asynchronous
-        self.method = method
-        self.run = run
-        self.default_name = config_name
-        self.config_dir = config_dir.resolve()
+        self.config_dir = config_dir().resolve()
         if self.args.config_path is not None:
             self.config_dir = _folder("--config-path", self.args.config_path)
         self.extra_dir = _folder("--config-dir", self.args.config_dir) if self.args.config_dir else None
-        self.config_name = (self.args.config_name or config_name).removesuffix(".yaml")
+        self.config_name = (self.args.config_name or command.config_name).removesuffix(".yaml")
         self.sweep = self.args.multirun or "hydra.mode=MULTIRUN" in self.args.overrides
         self.reported: list[UserError] = []
         # The only job of the command line and its overrides, once composed.
@@ -142,7 +169,8 @@ class _Command:
     def execute(self) -> None:
         """Run the action that the command line selects."""
         if self.args.help:
-            sys.stdout.write(help_text(sys.argv[0], self.config_dir, self.default_name, self.method))
+            default, method = self.command.config_name, self.command.method
+            sys.stdout.write(help_text(sys.argv[0], self.config_dir, default, method))
         elif self.args.hydra_help or self.args.version or self.args.shell_completion:
             self._hydra([*self._flags(), *self._overrides()])
         elif self.args.cfg == "job":
@@ -231,8 +259,8 @@ class _Command:
             return
         from torchrl_grpo.planning import automatic
 
-        configs = [resolve_job(job.node, self.check) for job in self._jobs()]
-        changes = automatic.choose(configs, self.asynchronous, hardware.present())
+        configs = [resolve_job(job.node, self.command.check) for job in self._jobs()]
+        changes = automatic.choose(configs, self.command.asynchronous, hardware.present())
         self.args.overrides += automatic.overrides(changes)
         self.words += automatic.overrides(changes)
         sys.stdout.write(automatic.written(changes))
@@ -242,7 +270,7 @@ class _Command:
         self._divide_devices()
         configs: list[Config] = []
         for job in self._jobs():
-            cfg = resolve_job(job.node, self.check)
+            cfg = resolve_job(job.node, self.command.check)
             write_notes(job)
             if cfg.dry_run and rank_env.rank() == 0:
                 self._show_plan(cfg, len(configs), job)
@@ -282,7 +310,7 @@ class _Command:
         # A launcher signals all ranks. Rank 0 handles the signal and then releases this rank.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ignore_terminations()
-        module, _, _ = self.run.partition(":")
+        module, _, _ = self.command.run.partition(":")
         for _ in configs:
             vars(importlib.import_module(module))["follow"]()
 
@@ -296,11 +324,12 @@ class _Command:
             from torchrl_grpo.observe import report
 
             last_checkpoint = checkpoint.find(folder, str(cfg.resume), verify_checksums=False)
-            checkpoint.check_same_run(last_checkpoint, preflight.resolve_proximal(cfg, self.asynchronous))
+            resolved = preflight.resolve_proximal(cfg, self.command.asynchronous)
+            checkpoint.check_same_run(last_checkpoint, resolved)
             ended = report.of_ended_run(folder, int(last_checkpoint.name)) is not None
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {last_checkpoint.name}{nothing}\n")
-        preflight.report(cfg, self.asynchronous)
+        preflight.report(cfg, self.command.asynchronous)
         problems: int | None = None
         if cfg.train.num_epochs is not None:
             from torchrl_grpo import data
@@ -393,8 +422,8 @@ class _Command:
         settle(node, GlobalHydra.instance().config_loader(), self.config_name, hydra_cfg.overrides.task)
         where = f"job {hydra_cfg.job.num} ({hydra_cfg.job.override_dirname}): " if self.sweep else ""
         try:
-            cfg = resolve_job(node, self.check)
-            module, _, name = self.run.partition(":")
+            cfg = resolve_job(node, self.command.check)
+            module, _, name = self.command.run.partition(":")
             function = vars(importlib.import_module(module))[name]
             return function(cfg, Path(hydra_cfg.runtime.output_dir))
         except UserError as error:

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.cli import listening
 from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.cli.endings import USER_ERROR_CODE
-from torchrl_grpo.cli.main import resolve_job
+from torchrl_grpo.cli.main import compose_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.engine import LOOPBACK
 from torchrl_grpo.config.engines import engine_kind, engines_with
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime import rank_env
-from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.files.socket_folder import socket_parent
 
@@ -49,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     try:
         args = _parser().parse_intermixed_args(argv)
-        cfg = _compose(args)
+        cfg = compose_job(args.overrides, args.config_name, args.config_dir)
+        check_installed(cfg)
         kind = _kind(cfg)
         words, variables = serve_command(cfg, kind, _where(args, kind), makes_key=not args.print)
     except UserError as error:
@@ -111,18 +111,6 @@ def _where(args: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
     if not args.print:
         listening.check_port(args.host, args.port)
     return {"host": args.host, "port": args.port}
-
-
-def _compose(args: argparse.Namespace) -> Config:
-    from torchrl_grpo.cli.compose import composer, open_free_form
-
-    extra = None if args.config_dir is None else args.config_dir.resolve()
-    words = [open_free_form(word) for word in args.overrides]
-    with composer(config_dir(), args.config_name.removesuffix(".yaml"), extra) as tree:
-        (overrides,) = tree.jobs(words, sweep=False)
-        cfg = resolve_job(tree.compose(overrides, 0).node, check=lambda cfg: None)
-    check_installed(cfg)
-    return cfg
 
 
 def serve_command(

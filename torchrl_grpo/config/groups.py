@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torchrl_grpo.runtime import user_code
 from torchrl_grpo.runtime.config_dir import config_dir
@@ -14,10 +15,12 @@ ADDED = ("recipe", "method")
 
 
 @functools.cache
-def groups() -> Mapping[str, Sequence[str]]:
-    """Return the names of the files of each group."""
+def groups(tree: Path | None = None) -> Mapping[str, Sequence[str]]:
+    """Return the names of the files of each group of a configuration tree; None for that of the project."""
     # The folder "accelerate" holds files for `accelerate launch` and is not a group.
-    folders = [path for path in config_dir().iterdir() if path.is_dir() and path.name != "accelerate"]
+    folders = [
+        path for path in (tree or config_dir()).iterdir() if path.is_dir() and path.name != "accelerate"
+    ]
     files = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in sorted(folders)}
     return {group: options for group, options in files.items() if options}
 

@@ -6,18 +6,16 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from torchrl_grpo.cli.arguments import Parser
-from torchrl_grpo.cli.commands import check_job
-from torchrl_grpo.cli.compose import composer, open_free_form
+from torchrl_grpo.cli.commands import COMMANDS
 from torchrl_grpo.cli.endings import USER_ERROR_CODE
-from torchrl_grpo.cli.main import resolve_job
+from torchrl_grpo.cli.main import Command, compose_job
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.errors import ConfigError, UserError
-from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.slurm import layout
 from torchrl_grpo.slurm.layout import Layout
@@ -27,25 +25,6 @@ from torchrl_grpo.slurm.script import FOLDER_TRANSFER, Run, batch_script, uses_j
 # Keys that the batch script sets.
 _SET_BY_JOB = ("resume", "hydra.run.dir", "hydra.sweep.dir", "hydra.mode")
 _ENGINE_ARGS = "inference_model.engine_args"
-
-
-@dataclass(frozen=True)
-class _Script:
-    """A command that a job can run: its primary configuration, and what it asks of a configuration."""
-
-    config_name: str
-    asynchronous: bool
-    method: TrainMethod
-
-    def check(self, cfg: Config) -> None:
-        check_job(cfg, asynchronous=self.asynchronous, method=self.method)
-
-
-SCRIPTS = {
-    "grpo": _Script("grpo_gsm8k", False, TrainMethod.grpo),
-    "grpo-async": _Script("grpo_gsm8k", True, TrainMethod.grpo),
-    "grpo-sft": _Script("sft_gsm8k", False, TrainMethod.sft),
-}
 
 
 @quiet_end()
@@ -70,13 +49,13 @@ def script_for(arguments: Sequence[str]) -> str:
     parsed = _parser().parse_intermixed_args(arguments)
     options = _slurm_options(parsed)
     options.check()
-    script = SCRIPTS[parsed.script]
+    script = COMMANDS[parsed.script]
     for override in parsed.overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key in _SET_BY_JOB:
             raise ConfigError(f"{override}: the batch script sets {key}; remove it")
     config_name = (parsed.config_name or script.config_name).removesuffix(".yaml")
-    compose = _composing(config_name, parsed.config_dir, script)
+    compose = partial(compose_job, config_name=config_name, extra_dir=parsed.config_dir, check=script.check)
     cfg = compose(parsed.overrides)
     layout.check_script(parsed.script, cfg, options.nodes)
     job_layout, trainer_overrides = _lay_out(cfg, parsed.overrides, script, options, compose)
@@ -94,7 +73,7 @@ def script_for(arguments: Sequence[str]) -> str:
 def _lay_out(
     cfg: Config,
     user_overrides: Sequence[str],
-    script: _Script,
+    script: Command,
     options: SlurmOptions,
     compose: Callable[[Sequence[str]], Config],
 ) -> tuple[Layout, list[str]]:
@@ -130,18 +109,6 @@ def _lay_out(
     return Layout(plan, nodes, gpus, count), overrides
 
 
-def _composing(
-    config_name: str, extra_dir: Path | None, script: _Script
-) -> Callable[[Sequence[str]], Config]:
-    def compose(overrides: Sequence[str]) -> Config:
-        extra = None if extra_dir is None else extra_dir.resolve()
-        with composer(config_dir(), config_name, extra) as tree:
-            (job,) = tree.jobs([open_free_form(override) for override in overrides], sweep=False)
-            return resolve_job(tree.compose(job, 0).node, script.check)
-
-    return compose
-
-
 def _slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
     values = {field.name: getattr(arguments, field.name) for field in fields(SlurmOptions)}
     return SlurmOptions(**values | {"job_name": arguments.job_name or arguments.script})
@@ -156,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
-    add("--script", choices=SCRIPTS, default="grpo", help="training command (default: grpo)")
+    add("--script", choices=COMMANDS, default="grpo", help="training command (default: grpo)")
     add("--config-name", "-cn", help="primary configuration")
     add("--config-dir", "-cd", type=Path, help="folder with configurations of your own")
     add("--nodes", type=int, default=1, help="number of nodes (default: 1)")
