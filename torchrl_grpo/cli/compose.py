@@ -32,9 +32,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_grpo.cli.precedence import settle
 from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, groups
-from torchrl_grpo.config.parsing import first_line
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader

@@ -9,7 +9,7 @@ from torchrl_grpo.config.allocation import with_allocation
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.schema import Config, keys
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -56,11 +56,6 @@ def parse(node: DictConfig) -> Config:
     config = with_allocation(config)
     validate(config)
     return config
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of the error's message, without a final period."""
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
 def _check_keys(values: dict[str, Any], prefix: str, schema: type) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]  # torch does not mark them
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from torchrl_grpo.errors import RanksApart
+from torchrl_grpo.errors import RanksApart, first_line
 from torchrl_grpo.runtime import rank_env, screen
 
 _SCHEME = "grpo-loopback"
@@ -55,9 +55,8 @@ def meeting_point() -> Iterator[dict[str, Any]]:
     try:
         yield {"init_method": f"{_SCHEME}://"} if alone else {}
     except (OSError, DistError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RanksApart(
-            f"{apart}: the other ranks were not found at {host}:{port} ({first_line}); {rank_env.FIX}"
+            f"{apart}: the other ranks were not found at {host}:{port} ({first_line(error)}); {rank_env.FIX}"
         ) from error
     finally:
         waiting.cancel()

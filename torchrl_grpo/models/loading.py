@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import ModelConfig
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.quantization import loading_options
 from torchrl_grpo.models.shape import model_folder
@@ -158,8 +158,7 @@ def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 def _cannot_load(what: str, cfg: ModelConfig, error: Exception) -> ModelError:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(
-        f"model.name={cfg.name}: the {what} cannot be loaded ({first_line}); write {smollm2.NAME}, "
+        f"model.name={cfg.name}: the {what} cannot be loaded ({first_line(error)}); write {smollm2.NAME}, "
         "a local folder written by save_pretrained, or a hub name (with network, or already in its cache)"
     )

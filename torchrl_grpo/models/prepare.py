@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_grpo.config.schema import TrainModelConfig
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.quantization import keep_packing
 from torchrl_grpo.models.scoring import trial
@@ -115,7 +115,7 @@ def _set_attention(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     except (ImportError, ValueError, RuntimeError) as error:
         if ran_out_of_memory(error):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         if config._attn_implementation != before:
             model.set_attn_implementation(before)
     if config._attn_implementation != chosen:

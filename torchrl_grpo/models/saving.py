@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import lora
 
 
@@ -118,10 +118,9 @@ def try_out(
         if isinstance(error, OSError) and error.errno is not None:
             # About the disk, and not about the model.
             raise
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{model.name_or_path}: what is trained could not be saved, because of a file of this model "
-            f"({first_line}); correct a copy of the model, and write model.name=<its folder>"
+            f"({first_line(error)}); correct a copy of the model, and write model.name=<its folder>"
         ) from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.config.schema import ModelConfig
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import smollm2
 
 # Names of the same quantity in the configurations of published models, newest first.
@@ -205,7 +205,7 @@ def _fetch(cfg: ModelConfig) -> Path | Unknown:
         return Path(huggingface_hub.hf_hub_download(cfg.name, "config.json", cache_dir=cfg.cache_dir)).parent
     # The error types depend on the library's HTTP client. No such error prevents planning.
     except Exception as error:  # noqa: BLE001
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         return Unknown(f"the hub gave no config.json of model.name={cfg.name} ({reason})")
 
 

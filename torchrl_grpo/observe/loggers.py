@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import LoggingConfig
-from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.errors import CheckpointError, ConfigError, first_line
 from torchrl_grpo.observe import wandb_login
 from torchrl_grpo.runtime.files.shared_files import read_regular, replace
 
@@ -183,7 +183,7 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
             limit = float(os.environ.get("WANDB_INIT_TIMEOUT", _WANDB_START_S))
             return make(settings=wandb.Settings(init_timeout=limit))
         except Error as error:
-            why = f"cannot use its server ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+            why = f"cannot use its server ({first_line(error)})"
             # Otherwise it takes the run for one that it already has.
             wandb.teardown()
     logger = make(mode="offline")

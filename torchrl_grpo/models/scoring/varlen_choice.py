@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.config.values import PrefixAttention
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models.scoring import trial, varlen
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.upcast import Upcast
@@ -96,7 +96,7 @@ def failure_reason(scorer: TokenScorer, longest: int | None = None) -> str | Non
     except RuntimeError as error_:
         if ran_out_of_memory(error_):
             raise
-        return (str(error_).strip().splitlines() or [type(error_).__name__])[0]
+        return first_line(error_)
     return None if diff <= bound else f"log-probabilities would change by {diff:.2g}"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import importlib.util
 import platform
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from torchrl_grpo.models.scoring import varlen_choice
 from torchrl_grpo.models.scoring.shared_prefix import PrefixLayout, hidden_states
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, backbone
 from torchrl_grpo.models.scoring.varlen import VarlenLayout
+from torchrl_grpo.runtime import hardware
 
 Figures = dict[str, float | str]
 # Largest difference of log-probabilities in nats, and of gradients as a share of the largest one, between two
@@ -42,7 +41,7 @@ def environment(model: Path) -> Figures:
     choose_kernels()
     device = _device()
     figures: Figures = {"python": platform.python_version()}
-    figures |= {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)}
+    figures |= {name: found for name in _PACKAGES if (found := hardware.installed_version(name)) is not None}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         figures |= {
@@ -128,14 +127,6 @@ def _layer_pass(model: PreTrainedModel, tokens: int, without_masks: bool) -> Non
 
 def _device() -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _matrix_product(device: torch.device, dtype: torch.dtype) -> float:

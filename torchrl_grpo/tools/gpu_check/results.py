@@ -49,8 +49,7 @@ def write(path: Path, results: Sequence[Result]) -> None:
 
 def line(result: Result) -> str:
     """Return what is printed when a stage has ended."""
-    figures = ", ".join(f"{name} {_shown(value)}" for name, value in result.figures.items())
-    details = "; ".join(part for part in (figures, result.reason[:_REASON]) if part)
+    details = "; ".join(part for part in (_figures(result), result.reason[:_REASON]) if part)
     return f"{result.stage:<12} {result.status:<8} {result.seconds:5.0f} s  {details}".rstrip()
 
 
@@ -58,12 +57,11 @@ def table(results: Sequence[Result]) -> str:
     """Return all results as aligned lines."""
     rows = [("stage", "result", "seconds", "figures")]
     for result in results:
-        figures = ", ".join(f"{name} {_shown(value)}" for name, value in result.figures.items())
-        rows.append(
-            (result.stage, result.status, f"{result.seconds:.0f}", figures or result.reason[:_REASON])
-        )
+        details = _figures(result) or result.reason[:_REASON]
+        rows.append((result.stage, result.status, f"{result.seconds:.0f}", details))
     return aligned(rows, numbers=frozenset({2}))
 
 
-def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+def _figures(result: Result) -> str:
+    shown = {name: f if isinstance(f, str) else f"{f:.4g}" for name, f in result.figures.items()}
+    return ", ".join(f"{name} {figure}" for name, figure in shown.items())

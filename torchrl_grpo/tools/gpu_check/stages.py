@@ -112,11 +112,13 @@ def train(
     return run
 
 
-def _train(context: Context, name: str, words: Sequence[str], script: str) -> str:
+def _train(
+    context: Context, name: str, words: Sequence[str], script: str = "grpo.py", folder: str = "hydra.run.dir"
+) -> str:
     (context.folder / "brevity.py").write_text(_BREVITY)
     own = f"reward.functions={{brevity: {context.folder}/brevity.py:brevity}}"
     command = [sys.executable, str(program(script)), *_RUN, own, f"model.name={context.model}", *words]
-    return _call(context, name, [*command, *context.words, f"hydra.run.dir={context.folder / name}"])
+    return _call(context, name, [*command, *context.words, f"{folder}={context.folder / name}"])
 
 
 def _call(context: Context, name: str, command: Sequence[str]) -> str:
@@ -184,11 +186,8 @@ def _usual(lines: Sequence[Mapping[str, Any]], name: str) -> float:
 
 def sweep(context: Context) -> Figures:
     """Run two jobs in one process, which shows that the first leaves the memory to the second."""
-    words = (*_FLOAT32, "--multirun", "optimizer.lr=1e-5,2e-5", f"hydra.sweep.dir={context.folder / 'sweep'}")
-    (context.folder / "brevity.py").write_text(_BREVITY)
-    own = f"reward.functions={{brevity: {context.folder}/brevity.py:brevity}}"
-    command = [sys.executable, str(program("grpo.py")), *_RUN, own, f"model.name={context.model}", *words]
-    log_text = _call(context, "sweep", [*command, *context.words])
+    words = (*_FLOAT32, "--multirun", "optimizer.lr=1e-5,2e-5")
+    log_text = _train(context, "sweep", words, folder="hydra.sweep.dir")
     peaks = [_figures(context.folder / "sweep" / job, log_text, _NATS[_FLOAT32])["peak_gib"] for job in "01"]
     if float(peaks[1]) > float(peaks[0]) + _MEMORY_GIB:
         raise TrainingStopped(f"the second job took {peaks[1]:.2f} GiB, and the first {peaks[0]:.2f}")
@@ -219,7 +218,7 @@ def sleep(context: Context) -> Figures:
     figures: Figures = {}
     for value in ("true", "false"):
         name = f"sleep_{value}"
-        log_text = _train(context, name, (*_FLOAT32, f"inference_model.sleep={value}"), "grpo.py")
+        log_text = _train(context, name, (*_FLOAT32, f"inference_model.sleep={value}"))
         _figures(context.folder / name, log_text, _NATS[_FLOAT32])
         lines = [json.loads(line) for line in (context.folder / name / "metrics.jsonl").open()]
         figures[f"{name}_step_s"] = float(lines[-2]["time/step_s"])
