@@ -16,7 +16,7 @@ from torchrl_grpo.envs.episodes.tools.call_values import typed
 from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
 from torchrl_grpo.envs.episodes.tools.learn_formats import shared_start
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
-from torchrl_grpo.envs.episodes.tools.tool_calls import parse_calls
+from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader
 from torchrl_grpo.envs.openings import opening
 
 SCHEMAS = [tool.schema for tool in load_tools(["calculator"])]
@@ -162,11 +162,11 @@ CALL = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     ],
 )
 def test_calls_within_thoughts_of_any_family_are_no_calls(start: str, end: str) -> None:
-    assert parse_calls(f"{start}I could write {CALL}.{end} It is 12.") == []
-    assert parse_calls(f"{start}I could write {CALL}.") == []
-    assert parse_calls(f"{start}a {start} b {end} {CALL} {end} It is 12.") == []
-    assert [one.name for one in parse_calls(f"{start}Hm.{end}{CALL}")] == ["a"]
-    assert [one.name for one in parse_calls(f"{start}{start}Hm.{end}{CALL}{start}")] == ["a"]
+    assert CallReader().read(f"{start}I could write {CALL}.{end} It is 12.") == []
+    assert CallReader().read(f"{start}I could write {CALL}.") == []
+    assert CallReader().read(f"{start}a {start} b {end} {CALL} {end} It is 12.") == []
+    assert [one.name for one in CallReader().read(f"{start}Hm.{end}{CALL}")] == ["a"]
+    assert [one.name for one in CallReader().read(f"{start}{start}Hm.{end}{CALL}{start}")] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_calls_within_thoughts_of_any_family_are_no_calls(start: str, end: str) 
     ],
 )
 def test_calls_are_those_outside_of_thoughts(text: str, count: int) -> None:
-    assert [one.name for one in parse_calls(text)] == ["a"] * count
+    assert [one.name for one in CallReader().read(text)] == ["a"] * count
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].refused is None])

@@ -22,7 +22,7 @@ from torchrl_grpo.envs.episodes.processes import EpisodeHost, UserCodeSpec
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.tools.calculator import calculator
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
-from torchrl_grpo.envs.episodes.tools.tool_calls import parse_calls
+from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader
 from torchrl_grpo.errors import ConfigError, TrainingStopped
 
 TOOLS = '''
@@ -302,18 +302,20 @@ def test_calls_are_found_in_every_usual_form() -> None:
     text = (
         'Let me see. <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call> <tool_call>{"name": "b"}'
     )
-    assert [(call.name, call.arguments) for call in parse_calls(text)] == [("a", {"x": 1}), ("b", {})]
-    assert [call.name for call in parse_calls('{"name": "a", "parameters": {"x": 1}}')] == ["a"]
-    assert parse_calls('{"answer": 4}') == parse_calls("It is 4.") == []
-    assert parse_calls('<tool_call>{"name": "a", "arguments": 3}</tool_call>')[0].error is not None
+    assert [(call.name, call.arguments) for call in CallReader().read(text)] == [("a", {"x": 1}), ("b", {})]
+    assert [call.name for call in CallReader().read('{"name": "a", "parameters": {"x": 1}}')] == ["a"]
+    assert CallReader().read('{"answer": 4}') == CallReader().read("It is 4.") == []
+    assert CallReader().read('<tool_call>{"name": "a", "arguments": 3}</tool_call>')[0].error is not None
 
 
 @pytest.mark.parametrize("start", ["<think>", ""])
 def test_a_call_within_thoughts_is_no_call(start: str) -> None:
     call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
-    assert parse_calls(f"{start}I could write {call}.</think> It is 12.") == []
-    assert [one.name for one in parse_calls(f"{start}Hm.</think>{call}<think>{call}")] == ["a"]
-    assert [one.name for one in parse_calls(f'{start}x</think> {{"name": "b", "arguments": {{}}}}')] == ["b"]
+    assert CallReader().read(f"{start}I could write {call}.</think> It is 12.") == []
+    assert [one.name for one in CallReader().read(f"{start}Hm.</think>{call}<think>{call}")] == ["a"]
+    assert [
+        one.name for one in CallReader().read(f'{start}x</think> {{"name": "b", "arguments": {{}}}}')
+    ] == ["b"]
 
 
 def test_a_message_without_a_call_ends_an_episode_of_tools(make: MakeRunner) -> None:

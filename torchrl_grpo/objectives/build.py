@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from torchrl_grpo.config.derived import initial_kl_coef
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives.advantage import GroupAdvantage
-from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
 
@@ -34,19 +32,10 @@ def build_objective(
         max_new_tokens: maximum length of a response in tokens.
         has_proximal_log_probs: see :class:`GroupPolicyLoss`.
     """
-    kl = KLCoefficient(initial_kl_coef(cfg), cfg.kl_target, cfg.kl_horizon)
-    entropy = EntropyCoefficient(
-        cfg.entropy_coef, cfg.entropy_target, cfg.entropy_delta, cfg.entropy_coef_max
-    )
-    if not isinstance(actor, TensorDictModuleBase):
-        actor.entropy_gradient = entropy.in_use  # type: ignore[assignment]
     constant_length = max_new_tokens if cfg.aggregation_length is None else cfg.aggregation_length
     loss = GroupPolicyLoss(
-        actor,
-        cfg,
-        kl=kl,
-        entropy=entropy,
-        constant_length=constant_length,
-        has_proximal_log_probs=has_proximal_log_probs,
+        actor, cfg, constant_length=constant_length, has_proximal_log_probs=has_proximal_log_probs
     )
-    return loss, GroupAdvantage(cfg, kl, reward_weights, max_new_tokens)
+    if not isinstance(actor, TensorDictModuleBase):
+        actor.entropy_gradient = loss.entropy.in_use  # type: ignore[assignment]
+    return loss, GroupAdvantage(cfg, loss.kl, reward_weights, max_new_tokens)

@@ -56,8 +56,6 @@ class GroupPolicyLoss(LossModule):
             TorchRL ``TransformersWrapper`` with ``input_mode="tokens"`` and ``generate=False``, which scores
             at temperature 1 and gives no entropy.
         cfg: configuration of the objective; None for the defaults of ``policy.*``.
-        kl: coefficient of the KL to the reference; None builds it from ``cfg``.
-        entropy: coefficient of the entropy bonus; None builds it from ``cfg``.
         constant_length: divisor in tokens for ``policy.aggregation=constant``; None for
             ``cfg.aggregation_length``.
         has_proximal_log_probs: whether batches contain the log-probabilities of the proximal policy, for
@@ -96,8 +94,6 @@ class GroupPolicyLoss(LossModule):
         actor_network: nn.Module,
         cfg: PolicyConfig | None = None,
         *,
-        kl: KLCoefficient | None = None,
-        entropy: EntropyCoefficient | None = None,
         constant_length: int | None = None,
         has_proximal_log_probs: bool = True,
     ) -> None:
@@ -111,11 +107,9 @@ class GroupPolicyLoss(LossModule):
         # Not registered as a submodule: it wraps the actor, whose parameters would appear twice.
         self.__dict__["_network"] = None
         self.cfg = cfg
-        self.kl = KLCoefficient(initial_kl_coef(cfg), cfg.kl_target, cfg.kl_horizon) if kl is None else kl
-        self.entropy = (
-            EntropyCoefficient(cfg.entropy_coef, cfg.entropy_target, cfg.entropy_delta, cfg.entropy_coef_max)
-            if entropy is None
-            else entropy
+        self.kl = KLCoefficient(initial_kl_coef(cfg), cfg.kl_target, cfg.kl_horizon)
+        self.entropy = EntropyCoefficient(
+            cfg.entropy_coef, cfg.entropy_target, cfg.entropy_delta, cfg.entropy_coef_max
         )
         self.constant_length = 1 if length is None else length
         self.has_proximal_log_probs = has_proximal_log_probs

@@ -79,11 +79,6 @@ class Group:
         """The smallest version among all tokens; None before the first token."""
         return min((min(response.versions) for response in self.responses if response.versions), default=None)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of response tokens so far."""
-        return sum(len(response.token_ids) for response in self.responses)
-
     def state_dict(self) -> dict[str, Any]:
         """Plain values only."""
         return asdict(self)

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
-from torchrl_grpo.weight_sync.source import ShardedWeights
 
 # Relative change of the matrices by test adapters: large enough to move log-probabilities clearly.
 _PERTURBATION = 0.25
+
+
+class NextTokenScorer(Protocol):
+    """Computes the trainer's own log-probabilities of the next token for a probe."""
+
+    def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
+        """See :meth:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer.next_token_log_probs`."""
+
+
+class ShardedWeights(Protocol):
+    """A model in shards on several ranks, seen from rank 0 as if it were whole."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole parameters, one at a time."""
+
+    def scale_columns(self, factor: float) -> None:
+        """Multiply every eighth column of every parameter, on every rank."""
 
 
 def named_weights(model: nn.Module | ShardedWeights) -> Iterator[tuple[str, Tensor]]:

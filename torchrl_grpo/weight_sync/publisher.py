@@ -27,11 +27,9 @@ from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.models.scoring.padding import pad_left
-from torchrl_grpo.weight_sync.probe import named_weights, perturbed
+from torchrl_grpo.weight_sync.probe import NextTokenScorer, ShardedWeights, named_weights, perturbed
 from torchrl_grpo.weight_sync.results import ExpectedResult, LogProbDiff
-from torchrl_grpo.weight_sync.sent_weights import SentWeights
-from torchrl_grpo.weight_sync.source import NextTokenScorer, ShardedWeights
-from torchrl_grpo.weight_sync.transport import Delivery, Transport, concatenate_results
+from torchrl_grpo.weight_sync.transport import Delivery, SentWeights, Transport, concatenate_results
 
 TOP_K = 20
 # Lower limit of the derived bound on the mean difference of log-probabilities, in nats. It is at least

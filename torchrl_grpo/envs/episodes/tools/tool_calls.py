@@ -75,20 +75,6 @@ class CallReader:
         return calls or (self.form.alone(text[tag.end() :].strip()) if tag and not opens(tag) else [])
 
 
-def parse_calls(text: str) -> list[ToolCall]:
-    """Find the tool calls in a message of a model whose template writes none.
-
-    Each call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as :func:`describe` asks for.
-
-    Args:
-        text: message of the model.
-
-    Returns:
-        The calls in their order, malformed ones too; empty if the message has none.
-    """
-    return CallReader().read(text)
-
-
 def describe(schemas: Sequence[Mapping[str, Any]], example: str) -> str:
     """Return the text of a system message about tools, for a chat template that does not describe them.
 
