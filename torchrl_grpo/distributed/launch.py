@@ -23,12 +23,7 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.planning import launcher
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import rank_env
-from torchrl_grpo.runtime.interrupts import (
-    STOP_SIGNAL,
-    Terminated,
-    raise_terminations,
-    stop_signal_forwarded,
-)
+from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, Terminated, raise_terminations, stop_signal_forwarded
 
 # Exit code of an interrupted process.
 INTERRUPTED_CODE = 130

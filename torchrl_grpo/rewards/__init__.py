@@ -6,12 +6,7 @@
 
 from __future__ import annotations
 
-from torchrl_grpo.rewards.registry import (
-    build_grader,
-    build_reward_set,
-    check_weights,
-    eval_reward_name,
-)
+from torchrl_grpo.rewards.registry import build_grader, build_reward_set, check_weights, eval_reward_name
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 

@@ -17,11 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import (
-    describe_length,
-    needs_reference,
-    with_total_turns,
-)
+from torchrl_grpo.config.derived import describe_length, needs_reference, with_total_turns
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.mixture import map_parts

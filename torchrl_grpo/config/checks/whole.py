@@ -25,20 +25,11 @@ from torchrl_grpo.config.engines import reference
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.config.values import (
-    LOGGERS,
-    ZERO_STAGES,
-    PrefixAttention,
-)
+from torchrl_grpo.config.values import LOGGERS, ZERO_STAGES, PrefixAttention
 from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config.schema import (
-        Config,
-        InferenceModelConfig,
-        RefModelConfig,
-        TrainModelConfig,
-    )
+    from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
 
 # Limit of W&B.
 _TAG_LENGTH = 64
