@@ -1,17 +1,17 @@
-"""The part of the build that pyproject.toml cannot express: ``config/`` and a page go inside the package."""
+"""The part of the build that pyproject.toml cannot express: ``config/`` goes inside the package."""
 
 from setuptools import find_packages, setup
 
-# Both are read by torchrl_grpo/runtime/config_dir.py.
-YAML, PAGES = "torchrl_grpo.config.yaml", "torchrl_grpo.config.pages"
+# torchrl_grpo/runtime/config_dir.py reads it.
+YAML = "torchrl_grpo.config.yaml"
 
 setup(
-    packages=[*find_packages(include=["torchrl_grpo", "torchrl_grpo.*"]), YAML, PAGES],
-    package_dir={YAML: "config", PAGES: "docs"},
+    packages=[*find_packages(include=["torchrl_grpo", "torchrl_grpo.*"]), YAML],
+    package_dir={YAML: "config"},
     package_data={
         YAML: ["*.yaml", "*/*.yaml"],
-        PAGES: ["coming_from.md"],
         "torchrl_grpo": ["py.typed"],
+        "torchrl_grpo.config": ["other_systems.tsv"],
         "torchrl_grpo.slurm": ["*.jinja"],
     },
     include_package_data=False,

@@ -33,7 +33,7 @@ def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(repo_root / name, copy)
-    for name in ("torchrl_grpo", "config", "docs", "tests"):
+    for name in ("torchrl_grpo", "config", "tests"):
         shutil.copytree(repo_root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     words = [
         "wheel",
@@ -75,7 +75,7 @@ def _command(
     return done, Path(done.stderr.partition("\n")[0])
 
 
-def test_the_wheel_holds_the_package_the_yaml_files_and_a_page_alone(wheel: Path, repo_root: Path) -> None:
+def test_the_wheel_holds_the_package_the_yaml_files_and_its_data_alone(wheel: Path, repo_root: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     info = "torchrl_grpo-0.1.0.dist-info/"
@@ -83,7 +83,7 @@ def test_the_wheel_holds_the_package_the_yaml_files_and_a_page_alone(wheel: Path
     package = {str(file.relative_to(repo_root)) for file in files}
     config = repo_root / "config"
     yaml = {f"torchrl_grpo/config/yaml/{path.relative_to(config)}" for path in config.rglob("*.yaml")}
-    more = {"torchrl_grpo/py.typed", "torchrl_grpo/config/pages/coming_from.md"}
+    more = {"torchrl_grpo/py.typed", "torchrl_grpo/config/other_systems.tsv"}
     assert {name for name in names if not name.startswith(info)} == package | yaml | more
     assert f"{info}licenses/LICENSE" in names
 

@@ -1,6 +1,6 @@
-"""docs/coming_from.md names keys that exist, and has a row for each key of the other systems.
+"""The names of other systems lead to keys that exist, and each key of the other systems has a row.
 
-Messages about unknown keys, options and arguments read its tables.
+Messages about unknown keys, options and arguments read the rows. docs/coming_from.md shows them as tables.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from scripts.site_pages import with_tables
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.config import elsewhere
@@ -21,7 +22,7 @@ from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "coming_from.md").read_text()
+PAGE = with_tables((ROOT / "docs" / "coming_from.md").read_text())
 # Section -> the least number of rows of its table.
 ROWS = {
     "TRL": 84,
@@ -149,6 +150,17 @@ def test_no_key_of_theirs_has_two_rows(section: str) -> None:
 
 def test_there_is_no_section_without_a_number_of_rows() -> None:
     assert set(re.findall(r"^## (.*)$", PAGE, re.MULTILINE)) == set(ROWS)
+
+
+def test_the_page_shows_every_row_of_the_file() -> None:
+    assert {row.section for row in elsewhere.rows()} == set(ROWS)
+    assert sum(len(rows(section)) for section in ROWS) == len(elsewhere.rows())
+    assert {row.value for row in elsewhere.rows()} == {"", "same", "unit"}
+
+
+def test_a_table_of_names_that_are_not_in_the_file_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no rows of TLR"):
+        with_tables("<!-- table: TLR -->")
 
 
 def test_arguments_of_trl_outside_its_configuration_have_rows() -> None:

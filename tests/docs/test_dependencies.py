@@ -66,7 +66,7 @@ def _modules(file: Path) -> set[str]:
 def imported(repo_root: Path) -> dict[str, set[str]]:
     """Folder of the repository -> packages that its modules import, without this repository's own."""
     tests = {path.stem for path in (repo_root / "tests").rglob("*.py")}
-    ours = tests | {"torchrl_grpo", "benchmarks"} | set(sys.stdlib_module_names)
+    ours = tests | {"torchrl_grpo", "benchmarks", "scripts"} | set(sys.stdlib_module_names)
     packages: dict[str, set[str]] = {}
     for folder in ("torchrl_grpo", "tests", "scripts", "benchmarks", "sota-implementations"):
         modules = set[str]().union(*map(_modules, (repo_root / folder).rglob("*.py"))) - ours

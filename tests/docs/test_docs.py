@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.site_pages import with_tables
 from torchrl_grpo.config.resume import FREE_FROM, FREE_KEYS, is_changeable_on_resume
 from torchrl_grpo.config.schema import keys
 
@@ -43,6 +44,11 @@ _METRIC_START = re.compile(r"[a-z]+/[a-z0-9_]*")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+def read(page: Path) -> str:
+    """The text of a page, with its tables as the site has them."""
+    return with_tables(page.read_text())
+
+
 def fenced(text: str) -> list[str]:
     """The lines of all code blocks, without their comments."""
     return [line.split(" #")[0].strip() for block in _FENCE.findall(text) for line in block.splitlines()]
@@ -63,7 +69,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub derives them."""
-    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", read(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
@@ -84,7 +90,7 @@ def is_key(word: str) -> bool:
 
 @pages
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+    for link in _LINK.findall(_FENCE.sub("", read(page))):
         if link.startswith(("http://", "https://", "mailto:")):
             continue
         path, _, anchor = link.partition("#")
@@ -95,7 +101,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_paths_in_backticks_exist(page: Path) -> None:
-    for code in inline(page.read_text()):
+    for code in inline(read(page)):
         if code.startswith(TOP_FOLDERS) and re.fullmatch(r"[\w./*-]+", code):
             assert list(ROOT.glob(code.rstrip("/"))), f"`{code}` does not exist"
 
@@ -103,7 +109,7 @@ def test_paths_in_backticks_exist(page: Path) -> None:
 @pages
 def test_commands_name_what_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for words in commands(page.read_text()):
+    for words in commands(read(page)):
         line, program = " ".join(words), words[0].rsplit("/", 1)[-1]
         if program == "make":
             asked = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
@@ -125,7 +131,7 @@ def test_commands_name_what_exists(page: Path) -> None:
 
 @pages
 def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page: Path) -> None:
-    text = page.read_text()
+    text = read(page)
     own = set(
         re.findall(r"^# \S+/(\w+)\.yaml$", text, re.MULTILINE)
     )  # written by the reader, as the page shows
@@ -149,14 +155,14 @@ def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page
 
 @pages
 def test_keys_in_backticks_are_in_the_schema(page: Path) -> None:
-    for word in [part for code in inline(page.read_text()) for part in code.split()]:
+    for word in [part for code in inline(read(page)) for part in code.split()]:
         if is_key(word):
             assert keys().knows(word.split("=", 1)[0]), f"`{word}`: the schema has no such key"
 
 
 @pages
 def test_files_of_requirements_in_backticks_exist(page: Path) -> None:
-    for word in re.findall(r"requirements\w*\.txt", page.read_text()):
+    for word in re.findall(r"requirements\w*\.txt", read(page)):
         assert (ROOT / word).is_file() or (page.parent / word).is_file(), word
 
 
@@ -187,7 +193,7 @@ def test_every_page_is_listed() -> None:
 
 
 def test_the_readers_of_this_file_find_something_to_check() -> None:
-    texts = [page.read_text() for page in PAGES]
+    texts = [read(page) for page in PAGES]
     readme = (ROOT / "README.md").read_text()
     assert len(list(commands(readme))) > 10 and len(_LINK.findall(readme)) > 10
     assert sum(len(list(commands(text))) for text in texts) > 60

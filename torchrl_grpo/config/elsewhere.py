@@ -1,6 +1,7 @@
 """What keys, options and arguments of other systems are called here, for messages about unknown names.
 
-The tables of ``docs/coming_from.md`` are the only source, and are read when a message needs them.
+``other_systems.tsv`` is the only source, and is read when a message needs it. The documentation's site shows
+it as the tables of ``docs/coming_from.md``. Each line is a :class:`Row`.
 """
 
 from __future__ import annotations
@@ -9,19 +10,11 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from torchrl_grpo.runtime.config_dir import coming_from
-
-# The section whose second column has arguments of GRPOTrainer. That of the others has keys.
+# The section whose third column has arguments of GRPOTrainer. That of the others has keys.
 ARGUMENTS = "Arguments of GRPOTrainer"
-# How the last column begins if a value can be taken over as it is, and nothing more needs to be said.
-_ALIKE = ("The same", "Our default")
-# What the last column says if numbers there count something else.
-_OTHER_UNIT = re.compile(
-    r"[Tt]heirs? (counts?|is)|[Tt]heirs (divides|adds)|Responses|responses|in tokens|Tokens|[Dd]ivided by|"
-    r"counts once|[Pp]rompt and response|Steps only|As above|other formulas|always env|takes a round"
-)
 # Value as other systems write it, with the key here or the name there -> the value here.
 _WRITTEN = {
     "env.overlong_prompts=false": "error",
@@ -64,14 +57,35 @@ class Values(Protocol):
         """Return the type of ``key`` in words."""
 
 
-@dataclass(frozen=True)
-class Counterpart:
-    """A row of a table.
+class Row(NamedTuple):
+    """A line of the file, as it stands there.
 
     Attributes:
-        section: name of the table's section, usually that of the other system.
+        section: name of the section, usually that of the other system.
+        theirs: names there, separated by commas; ``env: dataset`` is a key written as in YAML.
+        ours: keys here, separated by commas; arguments in :data:`ARGUMENTS`. "-" if nothing corresponds.
+        value: ``same`` if a value can be taken over as it is, and nothing more needs to be said. ``unit`` if
+            a number there counts something else. Empty otherwise.
+        differs: what differs, in Markdown. ```group` is `batch``` gives the name here of a value there. A
+            first word that is a value here is what the switch ``true`` of the other system means.
+    """
+
+    section: str
+    theirs: str
+    ours: str
+    value: str
+    differs: str
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """A row with its parts.
+
+    Attributes:
+        section: name of the section, usually that of the other system.
         theirs: names there.
         ours: keys here, or arguments in :data:`ARGUMENTS`; empty if nothing corresponds to the names.
+        value: as in :class:`Row`.
         differs: what differs, as plain text without a full stop.
         words: values there, in lower case, and what they are called here.
     """
@@ -79,6 +93,7 @@ class Counterpart:
     section: str
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
+    value: str
     differs: str
     words: Mapping[str, str]
 
@@ -106,9 +121,9 @@ class Counterpart:
                 is_list = sentence.split()[0].rstrip(",") in values.choices(key)
                 more = (f". {rest}" if rest else "") if is_list else note
                 return f"write {key}=VALUE instead, where VALUE is {values.describe(key)}{more}"
-            if word != value or own in values.choices(key) or self.differs.startswith(_ALIKE):
+            if word != value or own in values.choices(key) or self.value == "same":
                 return f"write {key}={own} instead"
-            if values.is_number(key) and not _OTHER_UNIT.search(self.differs):
+            if values.is_number(key) and self.value != "unit":
                 return f"write {key}={own} instead{note}"
         *first, last = self.ours
         return f"write {', '.join(first)}{' or ' if first else ''}{last} instead{note}"
@@ -167,18 +182,21 @@ def find_argument(name: str) -> Counterpart | None:
     return next((row for row in rows if name in row.theirs), None)
 
 
+def rows() -> Sequence[Row]:
+    """Return the lines of the file, in its order."""
+    lines = Path(__file__).with_name("other_systems.tsv").read_text(encoding="utf-8").splitlines()
+    return [Row(*line.split("\t")) for line in lines[1:]]
+
+
 @functools.cache
 def tables() -> Sequence[Counterpart]:
-    """Return the rows of all tables, in the order of the page."""
-    counterparts, section = [], ""
-    for line in coming_from().read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            section = line.removeprefix("## ")
-        elif line.startswith("| `"):
-            theirs, ours, differs = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
-            names = tuple(_plain(name.replace(": ", ".")) for name in _codes(theirs))
-            words = {there.lower(): here for there, here in re.findall(r"`([^`]+)` is `([^`]+)`", differs)}
-            counterparts.append(Counterpart(section, names, tuple(_codes(ours)), _text(differs), words))
+    """Return the rows with their parts, in the order of the file."""
+    counterparts = []
+    for row in rows():
+        names = tuple(_plain(name.replace(": ", ".")) for name in row.theirs.split(", "))
+        ours = () if row.ours == "-" else tuple(row.ours.split(", "))
+        words = {there.lower(): here for there, here in re.findall(r"`([^`]+)` is `([^`]+)`", row.differs)}
+        counterparts.append(Counterpart(row.section, names, ours, row.value, _text(row.differs), words))
     return counterparts
 
 
@@ -194,10 +212,6 @@ def _whole() -> dict[str, Counterpart]:
 
 def _plain(name: str) -> str:
     return name.replace("-", "_")
-
-
-def _codes(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
 
 
 def _text(cell: str) -> str:

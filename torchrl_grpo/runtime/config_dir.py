@@ -1,4 +1,4 @@
-"""The folder of the YAML files, and the page that error messages read."""
+"""The folder of the YAML files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,3 @@ def config_dir() -> Path:
     """
     inside = Path(__file__).resolve().parents[1] / "config" / "yaml"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "config"
-
-
-def coming_from() -> Path:
-    """Return the page with the names of other systems. A wheel carries it as it carries the YAML files."""
-    inside = Path(__file__).resolve().parents[1] / "config" / "pages" / "coming_from.md"
-    return inside if inside.is_file() else Path(__file__).resolve().parents[2] / "docs" / inside.name
