@@ -11,15 +11,19 @@ class Family:
 
     Attributes:
         template: chat template.
-        special: special tokens beside the one that ends a message.
+        tokens: special tokens beside the one that ends a message, with spaces between them.
         end: token that ends a message.
         refused: pattern of the message that refuses tools with it; None if they work.
     """
 
     template: str
-    special: tuple[str, ...]
-    end: str
+    tokens: str = "<|im_start|>"
+    end: str = "<|im_end|>"
     refused: str | None = None
+
+    @property
+    def special(self) -> list[str]:
+        return self.tokens.split()
 
 
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -67,6 +71,11 @@ def chat(
         f"{{% else %}}{turn('{{ m.role }}')}{said}{closing}{{% endif %}}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{turn(assistant)}{prompt}{{% endif %}}"
     )
+
+
+def chat_family(calls: str, *, tokens: str = "<|im_start|>", end: str = "<|im_end|>", **parts: str) -> Family:
+    """A family with a template of :func:`chat`."""
+    return Family(chat(calls, end=end, **parts), tokens, end)
 
 
 def keyed(call: str, argument: str, close: str, between: str = "\n") -> str:
@@ -159,20 +168,18 @@ def deepseek(call: str, tools: str) -> str:
 
 
 DEEPSEEK_TOKENS = (
-    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>",
-    "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
-)  # fmt: skip
-IM = ("<|im_start|>",)
-LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")
+    "<｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> "
+    "<｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> "
+    "<｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
+)
+LLAMA = "<|start_header_id|> <|end_header_id|> <|eom_id|> <|python_tag|>"
 LLAMA_TURN = "<|start_header_id|>ROLE<|end_header_id|>\n\n"
 LLAMA_RESULT = "<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
-PHI = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|/tool|>")
+PHI = "<|user|> <|assistant|> <|system|> <|tool|> <|/tool|>"
 COHERE = (
-    "<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>",
-    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>",
-    "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>",
-)  # fmt: skip
+    "<|START_OF_TURN_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <|USER_TOKEN|> <|START_THINKING|> "
+    "<|END_THINKING|> <|START_ACTION|> <|END_ACTION|> <|START_TOOL_RESULT|> <|END_TOOL_RESULT|>"
+)
 IGNORES_TOOLS = (
     "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
     "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
