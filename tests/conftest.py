@@ -11,8 +11,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import composed_once
-import frozen_heap
 import pytest
 from tiny_model import build_tiny_model
 
@@ -31,15 +29,9 @@ os.environ.update(
     # Without this, each process that compiles starts two more, which import torch.
     TORCHINDUCTOR_COMPILE_THREADS="1",
 )
-# Each process of `make test` has its share of the cores. With more threads than cores, threads wait for each
-# other at the end of every small product, and a test takes up to forty times as long. The small matrices of
-# tests never gain from more than four threads.
-_WORKERS = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
-_THREADS = str(max(1, min(4, (os.cpu_count() or 1) // int(_WORKERS or "1"))))
-if _WORKERS:
-    # Not a default: the process that starts the workers has chosen for itself below, and they inherit that.
-    os.environ["OMP_NUM_THREADS"] = _THREADS
-os.environ.setdefault("OMP_NUM_THREADS", _THREADS)
+# With more threads than free cores, threads wait for each other at the end of every small product, and a test
+# takes ten times as much of a core. The small matrices of tests gain nothing from threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # In a shell's background a process begins with interrupts ignored, and so would those that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -62,37 +54,6 @@ PARTS = {
         "docs/test_benchmarks",
     ),
 }
-# Of what is left, the longest files first, so that no process is left with one when the others have ended.
-LONG = tuple(
-    f"tests/{name}.py"
-    for name in (
-        "distributed/test_ranks",
-        "api/test_trainer",
-        "runs/test_async_runs",
-        "distributed/test_deepspeed",
-        "runs/test_episode_runs",
-        "runs/test_in_turn",
-        "runs/test_training_runs",
-        "runs/test_cli_runs",
-        "cli/test_cli_mistakes",
-        "models/test_compile",
-        "runs/test_pretended_cuda_runs",
-        "models/test_families",
-        "weight_sync/test_publish",
-        "runs/test_server_runs",
-        "docs/test_notebooks",
-        "rewards/test_rewards",
-        "planning/test_devices",
-        "config/test_config",
-        "envs/test_torchrl_episodes",
-        "weight_sync/test_lora_publish",
-        "envs/test_episode_tokens",
-        "config/test_presets",
-        "envs/test_tools",
-        "runs/test_sft_runs",
-        "runtime/test_gpu_check",
-    )
-)
 PART_OF = {f"tests/{name}.py": part for part, names in PARTS.items() for name in names}
 
 
@@ -110,33 +71,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put ``PARTS`` first, which take longest and leave the rest to other processes, and then ``LONG``."""
-    order = {file: number for number, file in enumerate((*PART_OF, *LONG))}
-    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
-
-
-# Collecting tests imports much and frees little.
-gc.disable()
+    """Put ``PARTS`` first, which take longest, then files with slow tests. Short files fill up the end."""
+    order = {file: number for number, file in enumerate(PART_OF)}
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(
+        key=lambda item: (order.get(item.nodeid.partition("::")[0], len(order)), item.path not in slow)
+    )
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but not among modules and tests; and read configuration files once."""
-    frozen_heap.start()
-    composed_once.start()
-    gc.enable()
+    """Keep what was imported and collected out of garbage collections.
 
-
-def pytest_sessionfinish() -> None:
-    """Have a process of ``make test`` leave quickly. The process that started it has all results by then."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        atexit.register(_leave)
-
-
-def _leave() -> None:
-    """Do what libraries do at exit, but do not take the interpreter apart: with vLLM, that takes 7 s."""
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    os._exit(0)
+    Each run ends with two, which take 0.3 s each for it: a minute of ``make test``.
+    """
+    gc.freeze()
+    # At exit, the bindings of Triton print a page about each object that is never collected.
+    atexit.register(gc.unfreeze)
 
 
 _file: Path | None = None
@@ -144,13 +94,12 @@ _file: Path | None = None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin a file as if it were the first: no garbage of the files before, no signal handler of theirs."""
+    """Begin a file as if it were the first: no signal handler of the files before."""
     global _file
     if item.path != _file:
         _file = item.path
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        frozen_heap.freeze_new_modules()
 
 
 # Another number draws other formats; CI gives each commit its own.

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import mmap
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from forked import AnsweringPopen
 from tiny_model import build_tiny_model
 from transformers import AutoTokenizer
 
 from benchmarks import __main__ as main
-from benchmarks import pairs, protocol, results
+from benchmarks import pairs, results
 from benchmarks.pairs import Comparison, Spread
 from benchmarks.waking import touch_memory
 from benchmarks.workers.ours import config
@@ -193,12 +190,6 @@ def test_an_unknown_part_is_an_error_that_lists_the_parts(
     assert "there is no part collections" in said and "collection, growth" in said
 
 
-def start_worker(command: list[str], **given: Any) -> Any:
-    """Fork, and import again what sets something before TorchRL is imported."""
-    forks = "benchmarks.workers.torchrl" not in command[2]
-    return (AnsweringPopen if forks else subprocess.Popen)(command, **given)
-
-
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_collection_and_training_are_measured_against_the_real_libraries(
@@ -210,7 +201,6 @@ def test_collection_and_training_are_measured_against_the_real_libraries(
     monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
     # TorchRL's side is written for a CPU.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(protocol, "Popen", start_worker)
     main.main()
     found = json.loads((tmp_path / "results.json").read_text())
     figures = found["training-trl-model=model-prompts=2-samples=4-no-compile"]["figures"]

@@ -21,10 +21,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from unittest import mock
 
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
@@ -160,43 +160,11 @@ class ForkedPopen:
         self.send_signal(signal.SIGKILL)
 
 
-class AnsweringPopen(ForkedPopen):
-    """A module that reads lines and writes its answers to another pipe, as ``benchmarks.protocol`` starts it.
-
-    Args:
-        command: path of the Python interpreter, ``-m``, the module, and its arguments.
-        env: variables; the one whose value is the number of ``pass_fds`` gets the number in the fork.
-        pass_fds: number of the pipe for answers.
-        cwd: folder of the modules.
-        given: not read: stdin is a pipe of text, and stdout goes where this process's stderr goes.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        pass_fds: Sequence[int],
-        cwd: Path,
-        **given: Any,
-    ) -> None:
-        (answers,) = pass_fds
-        (name,) = (name for name in env.keys() - os.environ.keys() if env[name] == str(answers))
-        script = cwd.joinpath(*command[2].split(".")).with_suffix(".py")
-        reading, writing = os.pipe()
-        self.stdin = os.fdopen(writing, "w")
-        pipes = {name: Connection(os.dup(answers), readable=False), "": Connection(reading, writable=False)}
-        self._process = _start([str(script), *command[3:]], cwd, {}, ["/dev/stderr"] * 2, pipes)
-        for pipe in pipes.values():
-            pipe.close()
-
-
 def _start(
     words: Sequence[str],
     cwd: Path | None,
     variables: Mapping[str, str],
-    written: Sequence[object],
-    pipes: Mapping[str, Connection] | None = None,
+    written: Sequence[Path],
 ) -> BaseProcess:
     """Start a script.
 
@@ -205,19 +173,12 @@ def _start(
         cwd: folder to run in; this process's by default.
         variables: set beside this process's.
         written: paths of stdout and stderr.
-        pipes: pipes by the variables that get their numbers; without a name, stdin.
     """
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         forkserver.ensure_running()
     # A rank is what a launcher says, and not what the test is. vLLM preloads libraries for later processes.
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
-    arguments = (
-        list(words),
-        str(cwd or Path.cwd()),
-        own | dict(variables),
-        list(map(str, written)),
-        pipes or {},
-    )
+    arguments = list(words), str(cwd or Path.cwd()), own | dict(variables), list(map(str, written))
     process = _CONTEXT.Process(target=_run, args=arguments)
     process.start()
     return process
@@ -244,13 +205,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
                 failed, deadline = True, time.monotonic() + _GRACE_S
 
 
-def _run(
-    argv: list[str],
-    cwd: str,
-    environment: dict[str, str],
-    written: list[str],
-    pipes: Mapping[str, Connection],
-) -> None:
+def _run(argv: list[str], cwd: str, environment: dict[str, str], written: list[str]) -> None:
     import numpy as np
     import torch
 
@@ -261,11 +216,6 @@ def _run(
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
-    for name, pipe in pipes.items():
-        if name:
-            os.environ[name] = str(pipe.fileno())
-        else:
-            sys.stdin = os.fdopen(pipe.fileno(), closefd=False)
     os.chdir(cwd)
     # What was imported stays. Full collections, as DeepSpeed and vLLM ask for, would look through it each
     # time.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import frozen_heap
 import pytest
 import torch
 from episodes import check_tokens, problems, record, talking
@@ -316,7 +315,6 @@ def test_a_prompt_that_is_computed_in_several_steps_gets_the_tokens_of_its_seed(
     engine.close()
 
 
-@frozen_heap.not_frozen()
 def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -> None:
     alive: list[weakref.ref[object]] = []
     hooks = len(convert_frame._bytecode_hooks)

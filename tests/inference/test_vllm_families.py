@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import frozen_heap
 import pytest
 import torch
 from publishers import make_publisher
@@ -68,13 +67,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "qwen3, float32 head": ("qwen3", _COMMON, torch.bfloat16),
 }
 WITH_ADAPTERS = ("qwen2",)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    """Import vLLM before there is an engine, so that the ends of twelve engines do not walk through it."""
-    importlib.import_module("vllm.entrypoints.llm")
-    frozen_heap.freeze_new_modules()
 
 
 PROMPTS = [list(range(start, start + 40)) for start in (10, 100, 200)]
