@@ -1,6 +1,6 @@
 """Kernels, waits and micro-batches of a training step on a pretended GPU, per trained token.
 
-``python tests/helpers/launch_table.py [BUDGET ...]`` prints a row for each token budget and each round. The
+``python benchmarks/launch_table.py [BUDGET ...]`` prints a row for each token budget and each round. The
 rounds are the default recipe's (8 problems x 8 responses) and one of 32 problems, with prompts of 60 to 200
 tokens and responses of 30 to 256. The model has the layers and heads of SmolLM2-135M and is narrow, because
 widths start no kernel.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/helpers"))
 
 import torch
 from batches import make_batch, make_model, make_objective
