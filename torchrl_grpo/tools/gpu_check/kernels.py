@@ -41,7 +41,7 @@ def environment(model: Path) -> Figures:
     choose_kernels()
     device = _device()
     figures: Figures = {"python": platform.python_version()}
-    figures |= {name: found for name in _PACKAGES if (found := hardware.installed_version(name)) is not None}
+    figures |= {name: version for name in _PACKAGES if (version := hardware.installed_version(name)) is not None}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         figures |= {
