@@ -11,7 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.keys import KeyBook
 
 # The section whose third column has arguments of GRPOTrainer. That of the others has keys.
 ARGUMENTS = "Arguments of GRPOTrainer"
@@ -39,22 +42,6 @@ _WRITTEN = {
     "train_model.autocast=bfloat16": "bf16",
     "train_model.autocast=float16": "fp16",
 }
-
-
-class Values(Protocol):
-    """What keys here take."""
-
-    def fitting(self, key: str, value: str) -> str | None:
-        """Return the value as ``key`` takes it; None if it does not."""
-
-    def choices(self, key: str) -> Sequence[str]:
-        """Return the values of ``key`` if they are a fixed set of names."""
-
-    def is_number(self, key: str) -> bool:
-        """Return whether ``key`` holds a number, or true or false."""
-
-    def describe(self, key: str) -> str:
-        """Return the type of ``key`` in words."""
 
 
 class Row(NamedTuple):
@@ -97,7 +84,7 @@ class Counterpart:
     differs: str
     words: Mapping[str, str]
 
-    def advice(self, name: str, value: str | None, values: Values | None = None) -> str:
+    def advice(self, name: str, value: str | None, values: KeyBook | None = None) -> str:
         """Return what to write, and what differs.
 
         Args:

@@ -29,15 +29,12 @@ class _Target:
 
     Args:
         rows: function that returns the tensor, with memory to write into.
-        is_vector: whether the engine's tensor has one dimension.
         size: number of published elements that are written into it.
         done: called in each update when all of them have been written.
     """
 
-    def __init__(
-        self, rows: Callable[[], Tensor], is_vector: bool, size: int, done: Callable[[], None] | None
-    ) -> None:
-        self.rows, self.is_vector, self.size, self.done = rows, is_vector, size, done
+    def __init__(self, rows: Callable[[], Tensor], size: int, done: Callable[[], None] | None = None) -> None:
+        self.rows, self.size, self.done = rows, size, done
         self.left = size
         # The buffer that packs the matrix. None if the engine does not pack it.
         self.staging: _Staging | None = None
@@ -88,7 +85,7 @@ class InPlaceLoader:
                     return None
                 if not _keeps_weight(module):
                     staging = _Staging(module, packed[name], dtype, size)
-                    target = _Target(staging.rows, False, size, staging.pack)
+                    target = _Target(staging.rows, size, staging.pack)
                     if staging.copies():
                         target.staging = staging
                         target.tensors = _whole_rows(listed, packed[name][0])
@@ -99,7 +96,7 @@ class InPlaceLoader:
                     continue
                 else:
                     written.add(cast(Any, module).weight.data_ptr())
-                    target = _Target(_reader(module, leaf), False, size, None)
+                    target = _Target(_reader(module, leaf), size)
             else:
                 tensor = readable.get(name)
                 if tensor is None or not tensor.is_contiguous():
@@ -110,7 +107,7 @@ class InPlaceLoader:
                     or vllm_compat.is_output_head(module)
                 ):
                     written.add(tensor.data_ptr())
-                target = _Target(_reader(module, leaf), tensor.dim() < 2, size, None)
+                target = _Target(_reader(module, leaf), size)
             for place in listed:
                 places.setdefault(place.name, []).append((target, place))
         for listed_targets in places.values():
