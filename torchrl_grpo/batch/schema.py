@@ -29,13 +29,13 @@ key                            shape           dtype    meaning
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_grpo.inference.protocol import Answered
 from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 
 # Entries with one value per group. Every other entry has an axis for its G responses.
@@ -52,29 +52,9 @@ _RIGHT_PADDED = (
 )
 
 
-class Generated(Protocol):
-    """A response with what the engine reported of each token: a ``Completion`` or a ``Response``."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens."""
-
-    @property
-    def log_probs(self) -> list[float]:
-        """The log-probabilities."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it ended; ``"length"`` at the length bound."""
-
-    @property
-    def sampled(self) -> list[bool] | None:
-        """Whether the model sampled each token; None if it sampled all."""
-
-
 def build_batch(
     prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[Generated]],
+    completions: Sequence[Sequence[Answered]],
     rewards: Tensor,
     reward_parts: Tensor,
     group_id: Tensor,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
-from torchrl_grpo.data.episode import EpisodeRecord, ResponseText
+from torchrl_grpo.data.episode import ResponseText
 from torchrl_grpo.envs.chat import after_message
 from torchrl_grpo.envs.control_tokens import special_ends, special_tags
 from torchrl_grpo.envs.openings import Opening, opening, opening_of_tokens
 from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.protocol import Answered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,22 +138,6 @@ def _padded(tensordict: TensorDictBase) -> bool:
     while isinstance(is_padded, list) or hasattr(is_padded, "tolist"):
         is_padded = is_padded[0] if isinstance(is_padded, list) else is_padded.tolist()
     return is_padded is not False
-
-
-class Answered(Protocol):
-    """A response: its tokens and, if it is an episode of several turns, the record of it."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it ended; ``"stop"`` at an end token."""
-
-    @property
-    def record(self) -> EpisodeRecord | None:
-        """The record of an episode."""
 
 
 def note_on_reading(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -68,6 +69,30 @@ class Request:
     ignore_eos: bool = False
     problem: Example | None = None
     stop_token_ids: tuple[int, ...] = ()
+
+
+class Answered(Protocol):
+    """A response with what the engine reported of each token: a :class:`Completion`, or several as one."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
+
+    @property
+    def log_probs(self) -> list[float]:
+        """The log-probabilities."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; ``"stop"`` at an end token, ``"length"`` at the length bound."""
+
+    @property
+    def sampled(self) -> list[bool] | None:
+        """Whether the model sampled each token; None if it sampled all."""
+
+    @property
+    def record(self) -> EpisodeRecord | None:
+        """The record of an episode of several turns."""
 
 
 @dataclass(frozen=True)
