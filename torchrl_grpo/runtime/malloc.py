@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 
 import torch
 
@@ -46,5 +45,5 @@ def release_freed_memory() -> None:
 
 def _glibc() -> ctypes.CDLL | None:
     """The C library of this process; None if it is not glibc."""
-    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

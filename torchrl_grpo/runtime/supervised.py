@@ -92,17 +92,15 @@ class SupervisedProcess:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent, a process with one thread, ends."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
+    parent = os.getppid()
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Become the parent of the processes that children of this one leave behind, where the kernel can."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def own_children() -> set[int]:
