@@ -182,8 +182,8 @@ class WeightStream:
         """Yield the buckets of a whole pass to a server.
 
         If the server must open something first, the first item is an :class:`Opening`.
-        :class:`~torchrl_grpo.inference.servers.weight_files.BucketSource` says when the content of a bucket may be
-        overwritten, and what None means.
+        :class:`~torchrl_grpo.inference.servers.weight_files.BucketSource` says when the content of a bucket
+        may be overwritten, and what None means.
 
         Raises:
             TransferEnded: the trainer has stopped.
