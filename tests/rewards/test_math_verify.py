@@ -369,6 +369,7 @@ def side_by_side(found: tuple[str, ...]) -> Iterator[str]:
     yield " ".join(found).translate({ord(str(digit)): chr(0xFF10 + digit) for digit in range(10)})
 
 
+@pytest.mark.slow
 def test_numbers_of_the_question_earn_nothing(shared_data: Path | None) -> None:
     """Pairs and triples whose sum or product is the truth, pairs with the truth in them, and some others."""
     tried, paid = 0, []
