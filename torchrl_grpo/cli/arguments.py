@@ -104,9 +104,3 @@ def _is_known(key: str) -> bool:
     """Return whether a name is that of a key, here or elsewhere, or like one."""
     book = keys()
     return book.knows(key) or elsewhere.find(key) is not None or book.nearest(key) is not None
-
-
-def quote(text: str) -> str:
-    """Return a text as a quoted value of Hydra's command-line grammar."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"

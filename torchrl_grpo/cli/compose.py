@@ -29,8 +29,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_grpo.cli.arguments import quote
 from torchrl_grpo.cli.precedence import settle
+from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, groups
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError, first_line

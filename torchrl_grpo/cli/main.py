@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.checkpoints import run_dir
-from torchrl_grpo.cli.arguments import quote, read_arguments
+from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.cli.endings import USER_ERROR_CODE, exit_codes, report
 from torchrl_grpo.cli.help import help_text, primary_configs
+from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, derived, parse
 from torchrl_grpo.config.checks import check_installed, schedule
 from torchrl_grpo.config.values import TrainMethod
