@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +15,9 @@ from cli_calls import ROOT, SEEN, call, set_up
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.cli import commands
+from torchrl_grpo.cli.compose import composer, write_override
 from torchrl_grpo.config import parse
+from torchrl_grpo.errors import ConfigError
 
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
 
@@ -183,3 +187,29 @@ def test_mistake_through_the_script(workplace: Path) -> None:
         "error: policy.kl_coeff=0.1: there is no key policy.kl_coeff; write policy.kl_coef=0.1 instead\n"
     )
     assert list(workplace.iterdir()) == []
+
+
+def test_written_texts_are_composed_unchanged() -> None:
+    marks = ["\\", "\\\\", "'", '"', "${", "{", "}", "\n", ",", "boxed"]
+    texts = ["".join(chosen) for chosen in itertools.product(marks, repeat=2)]
+    words = [
+        write_override("env.system_prompt", "Answer in \\boxed{}."),
+        write_override("inference_model.engine_args", {"texts": texts}),
+    ]
+    with composer(ROOT / "config", "grpo_gsm8k") as tree:
+        (overrides,) = tree.jobs(words, sweep=False)
+        node = OmegaConf.to_container(tree.compose(overrides).node, resolve=True)
+    assert node["env"]["system_prompt"] == "Answer in \\boxed{}."
+    assert node["inference_model"]["engine_args"]["texts"] == texts
+
+
+@pytest.mark.parametrize("text", ["it\\'s", 'say "{`a`$b', "[${a}\\"])
+def test_an_unreadable_text_is_repeated_in_quotes_for_the_shell(text: str, workplace: Path) -> None:
+    with composer(ROOT / "config", "grpo_gsm8k") as tree:
+        with pytest.raises(ConfigError) as error:
+            tree.jobs([f"env.system_prompt={text}"], sweep=False)
+        written = re.search(r'write (".*") with the quotes', str(error.value))
+        assert written is not None
+        shell = subprocess.run(["sh", "-c", f"printf %s {written[1]}"], capture_output=True, check=True)
+        ((override,),) = tree.jobs([shell.stdout.decode()], sweep=False)
+        assert tree.compose([override]).node.env.system_prompt == text

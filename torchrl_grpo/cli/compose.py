@@ -164,9 +164,10 @@ class Composer:
                 raise ConfigError(
                     f"{free}={value}: it cannot be read ({first_line(error)}); write {free}={own} instead"
                 ) from error
-            quoted = value.replace("'", "\\'")
+            # As a shell reads it between double quotes.
+            quoted = re.sub(r'(["\\$`])', r"\\\1", f"{key}={quote(value)}")
             raise ConfigError(
-                f"{word}: it cannot be read ({first_line(error)}); write \"{key}='{quoted}'\" "
+                f'{word}: it cannot be read ({first_line(error)}); write "{quoted}" '
                 "with the quotes instead, or close every bracket and quote"
             ) from error
 
