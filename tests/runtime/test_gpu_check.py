@@ -69,7 +69,8 @@ def test_stages_can_be_chosen(tmp_path: Path, tiny_model_dir: Path, monkeypatch:
     common = ["--folder", str(tmp_path), "--model", str(tiny_model_dir)]
     assert command.main(["--only", "c", "a", *common]) == 0
     assert command.main(["--skip", "b", *common]) == 0
-    assert ran == ["c", "a", "a", "c"]
+    assert command.main(["optimizer.lr=0.1", *common, "--only", "b", "a", "--skip", "b"]) == 0
+    assert ran == ["c", "a", "a", "c", "a"]
     assert command.main(["--model", "/nowhere", "--folder", str(tmp_path)]) == 1
 
 

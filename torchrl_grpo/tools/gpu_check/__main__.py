@@ -1,6 +1,6 @@
 """Run the stages one after the other, and write the result of each at once.
 
-``python -m torchrl_grpo.tools.gpu_check [--only STAGE ...] [--model NAME] [overrides ...]``
+``python -m torchrl_grpo.tools.gpu_check [overrides ...] [--only STAGE ...] [--skip STAGE ...] [--model NAME]``
 
 It runs on a CPU too, with a small random model. At the end it prints a table and names the JSON file, both of
 which can be pasted into an issue.
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0 if no stage failed, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_grpo.tools.gpu_check",
+        # After the stages, an override would be taken for one.
+        usage="%(prog)s [overrides ...] [--only STAGE ...] [--skip STAGE ...] [options]",
         description="Check in stages of about a minute that this machine trains correctly.",
         epilog="Stages: " + "; ".join(f"{name}: {stage.shows}" for name, stage in STAGES.items()) + ".",
     )
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     results: list[Result] = []
-    for name in arguments.only or [name for name in STAGES if name not in arguments.skip]:
+    for name in [name for name in arguments.only or STAGES if name not in arguments.skip]:
         results.append(run_stage(name, STAGES[name], context))
         write(folder / RESULTS, results)
         print(line(results[-1]), flush=True)
