@@ -58,11 +58,17 @@ def words(question: str) -> str:
     """
     text = _texts_of(question)
     if not text.isascii():
-        text = unicodedata.normalize("NFKC", text.translate(_ALIKE))
+        text = plain_characters(text.translate(_ALIKE))
         text = "".join(char for char in text if unicodedata.category(char) != "Cf")
     text = text.translate(_ALIKE).casefold()
     text = _DROPPED.sub(lambda match: "" if match[0] == "," else " ", text)
     return " ".join(token for token in _TOKEN.findall(text) if token != ",")
+
+
+def plain_characters(text: str) -> str:
+    """Return a text in NFKC, with a space before raised numbers and fractions: 2\u00b2 does not become 22."""
+    apart = (f" {char}" if unicodedata.category(char) == "No" else char for char in text)
+    return unicodedata.normalize("NFKC", "".join(apart))
 
 
 def _texts_of(question: str) -> str:
