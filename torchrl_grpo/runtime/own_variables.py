@@ -7,25 +7,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _SET: dict[str, str] = {}
+# What the user had set, or None.
+_BEFORE: dict[str, str | None] = {}
 
 
 def set_own(name: str, value: str) -> None:
     """Set a variable for libraries in this process."""
+    _BEFORE[name] = inherited().get(name)
     os.environ[name] = _SET[name] = value
 
 
 def inherited() -> dict[str, str]:
     """Return the environment of a process that is started here. Values that the user has set are in it."""
-    return {name: value for name, value in os.environ.items() if _SET.get(name) != value}
+    theirs = {name: _BEFORE[name] for name in _own()}
+    return {name: value for name, value in {**os.environ, **theirs}.items() if value is not None}
 
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Remove these variables inside this context, for a library that starts processes."""
-    own = os.environ.keys() - inherited().keys()
+    """Undo :func:`set_own` inside this context, for a library that starts processes."""
+    own, theirs = _own(), inherited()
     for name in own:
         del os.environ[name]
+        if name in theirs:
+            os.environ[name] = theirs[name]
     try:
         yield
     finally:
-        os.environ.update({name: _SET[name] for name in own})
+        os.environ.update(own)
+
+
+def _own() -> dict[str, str]:
+    return {name: value for name, value in _SET.items() if os.environ.get(name) == value}
