@@ -26,7 +26,7 @@ def on_sglang(python: str | None) -> Config:
         (None, "server_python=null: SGLang needs an environment of its own"),
         ("/nowhere/python", "there is no such file"),
         (sys.executable, "sglang is not installed there"),
-        ("/bin/false", "it is no Python 3.11 or newer"),
+        ("/bin/false", "it is no Python 3.11 or newer (exit code 1: it printed nothing)"),
         ("/etc/hostname", "it does not run"),
     ],
 )
@@ -37,11 +37,21 @@ def test_a_python_without_sglang_is_refused_with_the_way_to_get_it(python: str |
     assert "server_python=.venv-sglang/bin/python after scripts/setup_sglang.sh" in str(raised.value)
 
 
-def test_a_python_with_sglang_is_taken(tmp_path: Path) -> None:
+def test_a_python_that_a_signal_ends_is_refused(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -s KILL $$\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match="signal 9: it printed nothing"):
+        check_installed(on_sglang(str(python)))
+
+
+def test_a_python_with_sglang_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     # An environment's Python is a link, and only by this path does it find its packages.
     (tmp_path / "sglang.py").touch()
-    python.write_text(f'#!/bin/sh\nexec env PYTHONPATH={tmp_path} {sys.executable} "$@"\n')
+    # As with LD_LIBRARY_PATH, which the server gets too.
+    monkeypatch.setenv("ITS_LIBRARIES", str(tmp_path))
+    python.write_text(f'#!/bin/sh\nexec env PYTHONPATH="$ITS_LIBRARIES" {sys.executable} "$@"\n')
     python.chmod(0o755)
     cfg = on_sglang(str(python))
     check_installed(cfg)

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.runtime.own_variables import inherited
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
 
 _KEY = "inference_model.server_python"
 _FIX = f"{_KEY}=.venv-sglang/bin/python after scripts/setup_sglang.sh"
-_KEYS = "a server that the run starts has a random key, and SGLANG_API_KEY is that of other servers"
+_WHY_NO_API_KEY = (
+    "a server that the run starts gets a random key, and that of other servers is in SGLANG_API_KEY"
+)
 
 # Argument of SGLang -> the key that sets it.
 SET_BY_KEY = {
@@ -35,7 +38,7 @@ SET_BY_KEY = {
     "port": "inference_model.servers",
     "uds": "inference_model.servers",
 }
-# Argument of SGLang with the same value in every run -> the value and the reason, for the error message.
+# Argument of SGLang that is not the user's to choose -> its value, or the reason, for the error message.
 ALWAYS_SET = {
     "disable_radix_cache": "the cache is on, because the responses of a group share their prompt",
     "skip_tokenizer_init": "the engine takes and gives token ids in any case",
@@ -46,8 +49,8 @@ ALWAYS_SET = {
     "quantization": "published weights are compared bit by bit with those that the server holds",
     "nnodes": "it is 1, because an engine has one device",
     "tokenizer_worker_num": "it is 1, because all requests pass through the process that names the weights",
-    "api_key": _KEYS,
-    "admin_api_key": _KEYS,
+    "api_key": _WHY_NO_API_KEY,
+    "admin_api_key": _WHY_NO_API_KEY,
     "weight_version": "it is a name that the run gives with each publication",
 }
 # Argument of SGLang whose only valid value here is 1 -> what to write for more: more engines.
@@ -80,11 +83,14 @@ def check_python(cfg: Config) -> None:
         ConfigError: it has not, or it does not run.
     """
     python = cfg.inference_model.server_python
+    # The variables that the server gets, such as LD_LIBRARY_PATH. Modules that PYTHONPATH or, without -P, the
+    # working directory would add are not of this Python's environment.
+    environment = {name: value for name, value in inherited().items() if not name.startswith("PYTHON")}
     code = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('sglang') is None else 0)"
     try:
         done = subprocess.run(
             [python_of(python), "-P", "-c", code],
-            env={},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=60,
@@ -96,4 +102,5 @@ def check_python(cfg: Config) -> None:
         raise bad_value(_KEY, python, "sglang is not installed there", _FIX)
     if done.returncode != 0:
         error_line = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
-        raise bad_value(_KEY, python, f"it is no Python 3.11 or newer ({error_line})", _FIX)
+        how = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        raise bad_value(_KEY, python, f"it is no Python 3.11 or newer ({how}: {error_line})", _FIX)
