@@ -424,7 +424,7 @@ BAD: list[tuple[str, str]] = [
         "write env.overlong_prompts=error or env",
     ),
     ("env.train_split=''", "must not be empty"),
-    ("env=ifeval env.train_split=train", "env.eval_split, and training prompts are composed"),
+    ("env=ifeval env.train_split=train", "those of env.eval_split, and other training prompts are composed"),
     ("env.dataset=jsonl", "needs a file"),
     ("env=jsonl env.data_path=. env.fields.answer=''", "that of answer if there is one"),
     (
@@ -592,6 +592,7 @@ def test_mistake_in_a_configuration_file(workplace: Path, capsys: pytest.Capture
     cases = {
         "optimizer: {learning_rate: 1}": "there is no key optimizer.learning_rate",
         "optimizer: {lr: fast}": "optimizer.lr",
+        "hydra_test: 1": "there is no key hydra_test",
         "env: {repeats: 1}": "env.repeats=1",
         "optimizer: [": "my.yaml: cannot be read",
         "inference_model: {backend: lmdeploy}": "inference_model.backend=lmdeploy: it must be one of vllm, ",

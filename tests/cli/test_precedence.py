@@ -101,17 +101,20 @@ def test_words_of_the_user_that_contradict_each_other_are_refused(words: str) ->
         accept(*words.split())
 
 
+# The names that Hydra's own files and the schema begin with are not taken for theirs.
+@pytest.mark.parametrize("name", ["mine", "hydra_test", "schema_test"])
 def test_a_primary_configuration_wins_over_its_preset_and_gives_way_to_the_command_line(
+    name: str,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "mine.yaml").write_text(
+    (tmp_path / f"{name}.yaml").write_text(
         "defaults: [schema, base, {env: gsm8k}, {policy: maxent}, _self_]\n"
         "policy: {init_kl_coeff: 0.4, kl_target: 0.3}\n"
         "train: {num_epochs: 3}\n"
     )
 
     def read(*words: str) -> Config:
-        with composer(ROOT / "config", "mine", tmp_path) as tree:
+        with composer(ROOT / "config", name, tmp_path) as tree:
             (overrides,) = tree.jobs(list(words), sweep=False)
             return resolve_job(tree.compose(overrides).node, lambda cfg: None)
 

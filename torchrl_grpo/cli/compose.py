@@ -331,7 +331,7 @@ def _composition_error(error: Exception) -> ConfigError:
     where = f" (in {file[1]}.yaml)" if file else ""
     full_key = re.search(r"^\s*full_key: (\S+)$", str(cause), re.MULTILINE)
     key = full_key[1] if full_key else ""
-    if key and not keys().knows(key) and not key.startswith("hydra"):
+    if key and not keys().knows(key) and key.split(".")[0] != "hydra":
         return keys().unknown(key, f"{key}{where}")
     if key in keys().leaves:
         good = f"for example {key}={keys().example(key)}, {keys().describe(key)},"

@@ -86,7 +86,7 @@ def _layers(loader: Any, config_name: str, overrides: Sequence[str]) -> tuple[di
 
     parts = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
     for number, part in enumerate(parts, 1):
-        if part.config_path is None or part.config_path.startswith(("schema", "hydra")):
+        if part.config_path in (None, "schema") or part.config_path.startswith("hydra/"):
             continue
         loaded = loader.repository.load_config(part.config_path)
         package = "" if part.package in (None, "", "_global_") else f"{part.package}."

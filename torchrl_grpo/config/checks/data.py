@@ -154,7 +154,7 @@ def _check_task(cfg: Config) -> None:
         if split is not None and not split.strip():
             raise bad_value(key, "''", "it must not be empty", f"{key}=NAME or {key}=null")
     if env.dataset == "ifeval":
-        wrong = "the benchmark's rows are in env.eval_split, and training prompts are composed"
+        wrong = "the benchmark's rows are those of env.eval_split, and other training prompts are composed"
         check_unset(cfg, "env", "train_split", wrong)
     if env.overlong_prompts == "drop" and generated:
         wrong = "problems of reasoning_gym are generated when they are drawn, and not known before"
