@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,12 @@ def test_a_round_holds_what_was_sampled(make: Any) -> None:
     speeds = collector.round_metrics(round_)
     assert speeds.keys() == {"throughput/generated_tokens_per_s", "throughput/scored_tokens_per_s"}
     assert collector.rollout().groups["group_id"].tolist() == [[2] * G, [3] * G]
+
+
+def test_a_coarse_clock_does_not_end_a_run(make: Any) -> None:
+    collector = make()
+    round_ = replace(collector.rollout(), seconds=dict.fromkeys(("time/generate_s", "time/score_s"), 0.0))
+    assert all(speed > 0 for speed in collector.round_metrics(round_).values())
 
 
 def test_the_end_token_belongs_to_the_response_and_masks_go_by_length(make: Any) -> None:

@@ -242,8 +242,9 @@ class Collector:
         if self._is_local:
             seconds, sampled = round_.seconds, round_.response_tokens
             return {
-                "throughput/generated_tokens_per_s": sampled / seconds["time/generate_s"],
-                "throughput/scored_tokens_per_s": sampled / seconds["time/score_s"],
+                # A coarse clock may not have moved.
+                "throughput/generated_tokens_per_s": sampled / max(seconds["time/generate_s"], 1e-9),
+                "throughput/scored_tokens_per_s": sampled / max(seconds["time/score_s"], 1e-9),
             }
         before, stats = self._since[1], self._worker_stats()
         span = max(self._clock() - self._since[0], 1e-9)
