@@ -41,7 +41,8 @@ def environment(model: Path) -> Figures:
     choose_kernels()
     device = _device()
     figures: Figures = {"python": platform.python_version()}
-    figures |= {name: version for name in _PACKAGES if (version := hardware.installed_version(name)) is not None}
+    versions = {name: hardware.installed_version(name) for name in _PACKAGES}
+    figures |= {name: version for name, version in versions.items() if version is not None}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         figures |= {
