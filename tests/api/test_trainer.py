@@ -370,7 +370,7 @@ def test_processes_that_accelerate_has_not_started_are_missed(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr(
-        launch, "_parent_argv", lambda: ["accelerate", "launch", "--num_processes", "2", "x.py"]
+        launch, "parent_argv", lambda: ["accelerate", "launch", "--num_processes", "2", "x.py"]
     )
     warn()
     assert "accelerate launch was asked for 2 processes and has started one" in capsys.readouterr().err

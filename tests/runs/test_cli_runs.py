@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_calls import BEHAVE, ROOT, SEEN, call, mistake, set_up, snapshot, write_run
+from cli_calls import BEHAVE, ROOT, SEEN, accept, call, mistake, set_up, snapshot, write_run
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints import run_dir as run_folder
@@ -334,9 +335,13 @@ def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Pat
     )
     words = """grpo.py --config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
     assert run_folder.launch_command(folder) == words
-    assert checkpoint.how_to_continue(folder).endswith(
-        f"repeat the arguments of the original command: {words}"
+    assert checkpoint.how_to_continue(folder) == (
+        f"this command continues from its last checkpoint: {words} resume={folder}"
     )
+    renamed = folder.rename(workplace / "my run, 2")
+    *_, resume = shlex.split(checkpoint.how_to_continue(renamed))
+    assert accept("env.system_prompt='Be brief.'", resume).resume == str(renamed)
+    renamed.rename(folder)
     cfg.optimizer.lr = 1e-5
     with pytest.raises(
         CheckpointError, match=r"was started with optimizer\.lr=2e-05 \(its command was"
@@ -377,7 +382,7 @@ def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, na
     assert run_folder.launch_command(folder) == "grpo.py --config-name=grpo_gsm8k"
     (folder / ".hydra" / name).write_bytes(text)
     assert run_folder.launch_command(folder) == run_folder.launch_command(workplace / "nowhere") == ""
-    assert checkpoint.how_to_continue(folder).endswith("repeat the arguments of the original command")
+    assert "; repeat the arguments of the original command" in checkpoint.how_to_continue(folder)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -396,7 +401,9 @@ def test_dry_run_says_what_would_be_resumed(
     assert dry_run("resume=run", "optimizer.lr=2e-5", asynchronous=not asynchronous) == 2
     assert "policy.proximal=" in capsys.readouterr().err
     assert dry_run("resume=elsewhere") == 2
-    assert "resume=elsewhere: it has no complete checkpoint" in capsys.readouterr().err
+    assert f"resume=elsewhere: there is no such folder in {workplace}; write" in capsys.readouterr().err
+    assert dry_run("resume=run/checkpoints/5") == 2
+    assert "; complete checkpoints there: 4; write" in capsys.readouterr().err
     assert SEEN == [] and sorted(workplace.rglob("*")) == before
     (workplace / "run" / "summary.json").write_text('{"steps": 4}')
     assert dry_run("resume=run", "optimizer.lr=2e-5") == 0

@@ -72,7 +72,7 @@ def test_a_launcher_that_started_too_few_is_spoken_of(
     file = tmp_path / "cpus.yaml"
     file.write_text("distributed_type: MULTI_CPU\nnum_processes: 4\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
-    monkeypatch.setattr(launch, "_parent_argv", words.replace("FILE", str(file)).split)
+    monkeypatch.setattr(launch, "parent_argv", words.replace("FILE", str(file)).split)
     assert launch.missing_ranks_warning() is None, "no launcher"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     said = launch.missing_ranks_warning()

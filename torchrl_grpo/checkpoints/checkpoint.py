@@ -31,6 +31,7 @@ from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
+from torchrl_grpo.runtime.quoting import quote_if_needed
 
 _TMP_PREFIX = ".writing-"
 _REMOVING_PREFIX = ".removing-"
@@ -238,13 +239,15 @@ def find(run_dir: Path, resume: str, verify_checksums: bool = True) -> Path:
 
 def how_to_continue(run_dir: Path) -> str:
     """Return one line that says how to continue an interrupted run."""
-    if _step_dirs(run_dir / "checkpoints"):
-        command = f": {known}" if (known := launch_command(run_dir)) else ""
-        return (
-            f"resume={run_dir.resolve()} continues from its last checkpoint; "
-            f"repeat the arguments of the original command{command}"
-        )
-    return f"{run_dir.resolve()} has no checkpoint yet to continue from"
+    folder = run_dir.resolve()
+    if not _step_dirs(folder / "checkpoints"):
+        return f"{folder} has no checkpoint yet to continue from"
+    if command := launch_command(folder, f"resume={quote_if_needed(str(folder))}"):
+        return f"this command continues from its last checkpoint: {command}"
+    return (
+        f"resume={folder} continues from its last checkpoint; repeat the arguments of the original command, "
+        "or call train(resume=True) in Python"
+    )
 
 
 def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:

@@ -21,6 +21,7 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.errors import CheckpointError, ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
+from torchrl_grpo.runtime.invocation import program
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -186,12 +187,17 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     return folder
 
 
-def launch_command(run_dir: Path) -> str:
-    """Return the script and arguments that started a run, from Hydra's record; empty without a record."""
+def launch_command(run_dir: Path, *more: str) -> str:
+    """Return the command that started a run, from Hydra's record; empty without a record.
+
+    Args:
+        run_dir: folder of the run.
+        more: arguments to add.
+    """
     record = run_dir / ".hydra"
     try:
         hydra = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]
-        command = [f"{hydra['job']['name']}.py", f"--config-name={hydra['job']['config_name']}"]
+        command = [*program(hydra["job"]["name"]), f"--config-name={hydra['job']['config_name']}"]
         for source in hydra["runtime"]["config_sources"]:
             if source["provider"] == "command-line":
                 command.append(f"--config-dir={source['path']}")
@@ -200,7 +206,7 @@ def launch_command(run_dir: Path) -> str:
         command += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
         words = yaml.safe_load(read_regular(record / "overrides.yaml"))
         command += [word for word in words if not word.startswith("resume=")]
-        return shlex.join(command)
+        return shlex.join([*command, *more])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
         # The result is part of other messages, so an incomplete record must not raise an error here.
         return ""
@@ -299,14 +305,18 @@ def _checked(resume: str, run_dir: Path) -> Path:
         complete = is_step(path.name) and (path / MANIFEST).is_file()
     else:
         complete = bool(complete_checkpoints(run_dir))
-    if not complete:
-        where = run_dir if resume == "auto" else "it"
-        raise CheckpointError(
-            f"resume={resume}: {where} has no complete checkpoint to resume from; "
-            "write the path of a run folder that holds checkpoints/<step>, "
-            "or resume=null for a new run"
-        )
-    return run_dir
+    if complete:
+        return run_dir
+    if resume == "auto" or path.exists():
+        wrong = f"{run_dir if resume == 'auto' else 'it'} has no complete checkpoint to resume from"
+    else:
+        there = ", ".join(folder.name for folder in complete_checkpoints(run_dir))
+        others = f"; complete checkpoints there: {there}" if there else ""
+        wrong = f"there is no such folder in {Path.cwd()}{others}"
+    raise CheckpointError(
+        f"resume={resume}: {wrong}; write the path of a run folder that holds checkpoints/<step>, "
+        "resume=auto for the run that wrote a checkpoint last, or resume=null for a new run"
+    )
 
 
 def _newest(outputs: Path) -> Path:

@@ -30,10 +30,10 @@ from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_grpo.cli.precedence import settle
-from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, groups
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError, first_line
+from torchrl_grpo.runtime.quoting import quote
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader

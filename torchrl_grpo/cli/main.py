@@ -22,7 +22,6 @@ from torchrl_grpo.checkpoints import run_dir
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.cli.endings import USER_ERROR_CODE, exit_codes, report
 from torchrl_grpo.cli.help import help_text, primary_configs
-from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, derived, parse
 from torchrl_grpo.config.checks import check_installed, schedule
 from torchrl_grpo.config.values import TrainMethod
@@ -34,6 +33,7 @@ from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.interrupts import ignore_terminations, stop_signal_blocked
+from torchrl_grpo.runtime.quoting import quote
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

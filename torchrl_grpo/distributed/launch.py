@@ -24,6 +24,7 @@ from torchrl_grpo.planning import launcher
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, Terminated, raise_terminations, stop_signal_forwarded
+from torchrl_grpo.runtime.invocation import parent_argv
 
 # Exit code of an interrupted process.
 INTERRUPTED_CODE = 130
@@ -80,7 +81,7 @@ def missing_ranks_warning() -> str | None:
     """
     if rank_env.launched() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
-    requested = _requested_processes(_parent_argv())
+    requested = _requested_processes(parent_argv())
     if requested < 2:
         return None
     return (
@@ -88,15 +89,6 @@ def missing_ranks_warning() -> str | None:
         "without a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the "
         f"launcher, or start grpo.py without it and with train_model.num_devices={requested}"
     )
-
-
-def _parent_argv() -> list[str]:
-    """Return the parent process's command line; empty if the system does not show it."""
-    try:
-        text = Path(f"/proc/{os.getppid()}/cmdline").read_text()
-    except OSError:
-        return []
-    return text.split("\0")
 
 
 def _requested_processes(argv: Sequence[str]) -> int:
