@@ -273,7 +273,8 @@ def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
     ],
 )
 def test_what_workers_of_grpo_py_cannot_do(words: list[str], match: str) -> None:
-    said = dry_run(f"grpo.py, 64 GiB: {' '.join(words)} inference_model.backend=transformers")
+    size = "4 GPUs of 64 GiB" if "devices=[" in words[0] else "64 GiB"
+    said = dry_run(f"grpo.py, {size}: {' '.join(words)} inference_model.backend=transformers")
     assert re.search(rf"error: .*{match}", said), said
 
 

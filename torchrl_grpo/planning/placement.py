@@ -29,7 +29,7 @@ def plan(request: Request, num_gpus: int) -> Plan:
         num_gpus: number of GPUs of this machine; with 0, every role runs on the CPU.
 
     Raises:
-        ConfigError: there are too few GPUs, two lists of GPUs overlap, or a list names a GPU that does not
+        ConfigError: there are too few GPUs, or none for a list, two lists of GPUs overlap, or a list names a GPU that does not
             exist.
     """
     return _plan_cpu(request) if num_gpus == 0 else _Allocator(request, num_gpus).plan()
@@ -37,6 +37,10 @@ def plan(request: Request, num_gpus: int) -> Plan:
 
 def _plan_cpu(request: Request) -> Plan:
     ranks, engines = request.train.count, request.inference.count
+    for role in _named_here(request):
+        key = f"{role.key}.devices"
+        wrong = f"no GPU can be used here; {role.key}.num_devices alone is a number of processes then"
+        raise bad_value(key, list(role.devices or ()), wrong, f"{key}=null")
     if engines % request.engine_size:
         raise _not_a_multiple(request, engines)
     why = "no GPU to use"
@@ -75,6 +79,13 @@ def _plan_cpu(request: Request) -> Plan:
         _notes(request),
         ranks=request.ranks,
     )
+
+
+def _named_here(request: Request) -> list[Role]:
+    """Return the roles with lists that name GPUs of this machine."""
+    elsewhere = request.cluster or request.servers
+    roles = [request.train, *([] if elsewhere else [request.inference]), request.reference]
+    return [role for role in roles if role.devices is not None]
 
 
 def _not_a_multiple(request: Request, count: int) -> Exception:
@@ -178,7 +189,7 @@ class _Allocator:
     def __init__(self, request: Request, num_gpus: int) -> None:
         self.request, self.num_gpus = request, num_gpus
         # Lists are checked even if no reference model is loaded, because a user may set policy.kl_coef later.
-        self.named = [role for role in self._placed_here() if role.devices is not None]
+        self.named = _named_here(request)
         for role in self.named:
             self._check_exists(role)
         for index, role in enumerate(self.named):
@@ -187,15 +198,6 @@ class _Allocator:
         if not request.uses_reference or request.lora:
             self.named = [role for role in self.named if role is not request.reference]
         self.taken = {gpu for role in self.named for gpu in role.devices or ()}
-
-    def _placed_here(self) -> list[Role]:
-        """Return the roles whose lists name GPUs of this machine."""
-        request = self.request
-        return [
-            request.train,
-            *([] if request.cluster or request.servers else [request.inference]),
-            request.reference,
-        ]
 
     def _left(self) -> list[int]:
         return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
