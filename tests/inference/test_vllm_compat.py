@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference import vllm_compat
+from torchrl_grpo.inference.vllm_engine import VLLMEngine
 
 ADAPTER = Path(vllm_compat.__file__)
 # Attributes that the adapter, vllm_engine.py and vllm_weights.py use, by file and class of vLLM. Some are set
@@ -148,3 +151,27 @@ def test_versions_are_compared_as_numbers(
     assert vllm_compat.vllm_version() == found
     ours = (vllm_compat.has_head_dtype(), vllm_compat.has_token_server(), vllm_compat.pins_nccl())
     assert ours == has
+
+
+@pytest.mark.parametrize(
+    ("device", "key"), [("cpu", "kv_cache_gib=100"), ("cuda", "gpu_memory_utilization=0.4")]
+)
+def test_memory_that_vllm_lacks_is_named_by_its_key(
+    device: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lack(source: str, arguments: dict[str, object]) -> None:
+        raise ValueError("less than requested for kv (100 GiB). Decrease --kv-cache-memory-bytes, or --this")
+
+    monkeypatch.setattr(vllm_compat, "make_llm", lack)
+    with pytest.raises(ModelError, match=rf"take, inference_model\.{key}, or write") as raised:
+        VLLMEngine(
+            "x",
+            device=torch.device(device),
+            dtype=torch.float32,
+            max_model_len=64,
+            max_num_seqs=4,
+            seed=0,
+            gpu_memory_utilization=0.4,
+            kv_cache_gib=100,
+        )
+    assert "Decrease inference_model.kv_cache_gib, or --this" in str(raised.value)

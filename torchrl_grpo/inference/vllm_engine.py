@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks.engine import with_keys
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes, vllm_compat
 from torchrl_grpo.inference.checksums import Checksums
@@ -101,10 +102,12 @@ class VLLMEngine(SteppingEngine):
                 f"({error}); write arguments of its LLM class, or remove them"
             ) from error
         except (ValueError, RuntimeError) as error:
+            on_cpu = f"kv_cache_gib={options['kv_cache_gib']}"
+            memory = on_cpu if device.type == "cpu" else f"gpu_memory_utilization={gpu_memory_utilization}"
             raise ModelError(
-                f"inference_model.backend=vllm: vLLM cannot serve {source} ({error}); change "
+                f"inference_model.backend=vllm: vLLM cannot serve {source} ({with_keys(str(error))}); change "
                 f"inference_model.max_model_len={max_model_len}, inference_model.dtype="
-                f"{name_of(dtype)} or the memory it may take, "
+                f"{name_of(dtype)} or the memory that it may take, inference_model.{memory}, "
                 "or write inference_model.backend=transformers"
             ) from error
         finally:

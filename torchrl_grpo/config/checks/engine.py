@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -63,6 +64,11 @@ ONE_DEVICE = {
     "pipeline_parallel_size": "inference_model.pipeline_parallel_size",
     "data_parallel_size": "inference_model.num_devices",
 }
+
+
+def with_keys(message: str) -> str:
+    """Return a message of vLLM with keys in place of the options that this project sets by them."""
+    return re.sub(r"--([a-z-]+)", lambda flag: SET_BY_KEY.get(flag[1].replace("-", "_"), flag[0]), message)
 
 
 def check_engine_args(cfg: Config) -> None:

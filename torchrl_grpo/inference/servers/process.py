@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchrl_grpo.config.checks.engine import with_keys
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.servers.kinds import ServerKind
 from torchrl_grpo.inference.servers.launch import Launch
@@ -124,7 +125,8 @@ class ServerProcess:
             return "; its messages are above"
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
-        return f"; the last of {self._log}: " + " | ".join((errors or lines)[-_LAST_LINES:])
+        last = " | ".join((errors or lines)[-_LAST_LINES:])
+        return f"; the last of {self._log}: {with_keys(last)}"
 
     def terminate(self) -> None:
         """Ask the server to end in good order; :meth:`kill` waits for it."""
