@@ -9,10 +9,11 @@ search_working_directory_last()
 
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
+from torchrl_grpo.runtime.package_versions import VERSION as __version__  # noqa: E402
+
 if TYPE_CHECKING:
     from torchrl_grpo.api.trainer import GRPOTrainer
 
-__version__ = "0.1.0"
 __all__ = ["GRPOTrainer", "__version__"]
 
 

@@ -103,6 +103,19 @@ def test_help_of_an_installed_command_names_the_command(installed: Path, tmp_pat
     assert "grpo_quickstart" in done.stdout and list(tmp_path.iterdir()) == []
 
 
+def test_help_of_an_installed_command_points_to_files_that_exist(installed: Path, tmp_path: Path) -> None:
+    done, _ = _command(installed, tmp_path, "grpo", "--help")
+    named = [word.rstrip(".,;") for word in done.stdout.split() if word.startswith("/") or "config/" in word]
+    assert {Path(name).name for name in named} == {"base.yaml", "yaml"}
+    assert all((tmp_path / name).exists() for name in named)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo-sft", "grpo-serve"])
+def test_an_installed_command_says_its_own_version(installed: Path, tmp_path: Path, name: str) -> None:
+    done, _ = _command(installed, tmp_path, name, "--version")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "torchrl-grpo 0.1.0"), done.stderr
+
+
 def test_an_installed_command_composes_what_the_checkout_does(
     installed: Path, tmp_path: Path, repo_root: Path
 ) -> None:

@@ -54,19 +54,21 @@ configurations (--config-name):
 groups (swap a whole group of keys, group=option):
 {groups}
 
-keys most used (key=value; `--cfg job` shows all with their values, config/base.yaml what each means):
+keys most used (key=value; `--cfg job` shows all with their values):
 {keys}
   hydra.run.dir                  Run folder; outputs/YYYY-MM-DD/HH-MM-SS unless it is set.
+What each key means stands in {reference}.
 
 options:
   --help, -h                     show this text
   --config-name, -cn NAME        configuration to start from (default: {default})
   --config-dir, -cd DIR          folder with configurations of your own
-  --config-path, -cp DIR         folder to use instead of the project's config/
+  --config-path, -cp DIR         folder to use instead of {tree}
   --cfg, -c job|hydra|all        show the configuration and do not run; --package, --resolve
   --multirun, -m                 run every combination of the given values, in folders under multirun/
   --info, -i [WHAT]              show how Hydra composed the configuration
-  --hydra-help, --version        show Hydra's help and version
+  --version                      show the versions of this package and of those that compute
+  --hydra-help                   show Hydra's help
   --shell-completion, -sc        eval "$({command} -sc install=bash)" turns on the tab key
 
 examples:
@@ -134,11 +136,19 @@ def help_text(program: str, config_dir: Path, config_name: str, method: TrainMet
         title=title,
         examples="\n".join(f"  {command} {words}" for words in examples),
         command=command,
+        tree=_shown(config_dir),
+        reference=_shown(config_dir / "base.yaml"),
         primaries="\n".join(primaries),
         groups="\n".join(f"  {group:<30} {', '.join(options)}" for group, options in files.items()),
         keys="\n".join(_key_help(key) for key in _MOST_USED),
         default=config_name,
     )
+
+
+def _shown(path: Path) -> Path:
+    """Return a path relative to the working directory if it lies below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _key_help(key: str) -> str:

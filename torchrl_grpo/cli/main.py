@@ -33,6 +33,7 @@ from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.interrupts import ignore_terminations, stop_signal_blocked
+from torchrl_grpo.runtime.package_versions import versions
 from torchrl_grpo.runtime.quoting import quote
 
 if TYPE_CHECKING:
@@ -171,7 +172,9 @@ class _CommandLine:
         if self.args.help:
             default, method = self.command.config_name, self.command.method
             sys.stdout.write(help_text(sys.argv[0], self.config_dir, default, method))
-        elif self.args.hydra_help or self.args.version or self.args.shell_completion:
+        elif self.args.version:
+            sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
+        elif self.args.hydra_help or self.args.shell_completion:
             self._hydra([*self._flags(), *self._overrides()])
         elif self.args.cfg == "job":
             self._show()
@@ -198,7 +201,6 @@ class _CommandLine:
         args = self.args
         switches = {
             "--hydra-help": args.hydra_help,
-            "--version": args.version,
             "--shell-completion": args.shell_completion,
             "--resolve": args.resolve,
             "--multirun": self.sweep and not args.cfg and not args.info,

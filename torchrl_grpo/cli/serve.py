@@ -28,6 +28,7 @@ from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.files.socket_folder import socket_parent
+from torchrl_grpo.runtime.package_versions import VERSION
 
 if TYPE_CHECKING:
     from torchrl_grpo.inference.servers.kinds import ServerKind
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     parser.add_argument("--uds", type=Path, help="socket file to listen on, in place of host and port")
+    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     parser.add_argument("--print", action="store_true", help="print the server's command, and do not run it")
     return parser
 

@@ -29,7 +29,7 @@ def plan(request: Request, num_gpus: int) -> Plan:
         num_gpus: number of GPUs of this machine; with 0, every role runs on the CPU.
 
     Raises:
-        ConfigError: there are too few GPUs, or none for a list, two lists of GPUs overlap, or a list names a GPU that does not
+        ConfigError: there are too few GPUs, two lists of GPUs overlap, or a list names a GPU that does not
             exist.
     """
     return _plan_cpu(request) if num_gpus == 0 else _Allocator(request, num_gpus).plan()
