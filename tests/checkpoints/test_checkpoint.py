@@ -503,6 +503,11 @@ def test_another_configuration_is_refused_with_key_and_both_values(
     assert f"{name}={now}" in message
     assert f"{name}={before if value != {'max_terms': 3} else None}" in message
     assert f"model.name={folder / 'model'}" in message
+    # A folder of adapters is no model that a run could start from.
+    (folder / "model/adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"merge the adapters in .*docs/lora.md") as caught:
+        checkpoint.check_same_run(folder, changed)
+    assert f"model.name={folder / 'model'}" not in str(caught.value)
 
 
 class Payload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,10 +134,20 @@ def test_what_cannot_be_saved_is_refused_before_the_engine_starts(
     assert not (tmp_path / "run/checkpoints").exists()
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_the_checkpoints_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint.try_out(tmp_path, {}, 1)
     with pytest.raises(CheckpointError, match=r"at least 1073741824.00 GiB, and .* are free .*; make room"):
         checkpoint.try_out(tmp_path, {}, 2**60)
+    # Room for two, and three are there while the third is written.
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * 2**30))
+    checkpoint.try_out(tmp_path, {}, 2**30, due=2, keep=2)
+    checkpoint.try_out(tmp_path, {}, 2**30, due=9, keep=1)
+    with pytest.raises(CheckpointError, match=r": 3 .* least 3.00 GiB.* or h"):
+        checkpoint.try_out(tmp_path, {}, 2**30, due=3, keep=2)
+    (tmp_path / "checkpoints/4").mkdir(parents=True)
+    checkpoint.try_out(tmp_path, {}, 2**30, due=3, keep=2)
 
 
 def test_a_place_where_no_checkpoint_can_be_written_is_found_at_the_start(

@@ -51,6 +51,14 @@ def test_evaluations_and_checkpoints_come_at_their_interval_and_at_the_end(
     assert steps(replace(schedule, evaluates=False).is_evaluation_due) == []
 
 
+@pytest.mark.parametrize("every", [0, 1, 4, 5, 12, 20])
+def test_checkpoints_that_will_be_written_are_counted(every: int) -> None:
+    schedule = replace(SCHEDULE, checkpoint_every=every)
+    for start in range(13):
+        due = sum(map(schedule.is_checkpoint_due, range(start + 1, 13)))
+        assert schedule.checkpoints_after(start) == due
+
+
 def test_the_evaluation_at_the_start_comes_before_the_first_step_only() -> None:
     assert SCHEDULE.is_initial_evaluation_due(0) and not SCHEDULE.is_initial_evaluation_due(1)
     assert not replace(SCHEDULE, evaluates=False).is_initial_evaluation_due(0)

@@ -93,16 +93,25 @@ def save(
     return target
 
 
-def try_out(run_dir: Path, writers: Mapping[str, Callable[[Path], None]], least_bytes: int) -> None:
-    """Try whether a checkpoint can be written, before the run trains. Nothing of it remains.
+def try_out(
+    run_dir: Path,
+    writers: Mapping[str, Callable[[Path], None]],
+    least_bytes: int,
+    *,
+    due: int = 1,
+    keep: int = 1,
+) -> None:
+    """Try whether checkpoints can be written, before the run trains. Nothing of them remains.
 
     Args:
         run_dir: folder of the run.
         writers: functions that write into a folder of this name what :func:`save` will, without weights.
         least_bytes: size that a checkpoint has at least.
+        due: number of checkpoints that the run will write.
+        keep: number of checkpoints to keep. The oldest is removed after the next is written.
 
     Raises:
-        CheckpointError: the disk has no room for one.
+        CheckpointError: the disk has no room for those that the folder will hold at a time.
         Exception: whatever a function raises.
     """
     root = run_dir / "checkpoints"
@@ -116,12 +125,17 @@ def try_out(run_dir: Path, writers: Mapping[str, Callable[[Path], None]], least_
         shutil.rmtree(trial, ignore_errors=True)
         if is_new and root.is_dir():
             root.rmdir()
-    free = shutil.disk_usage(run_dir).free
-    if free < least_bytes:
-        raise CheckpointError(
-            f"{run_dir}: a checkpoint of this run takes at least {least_bytes / 2**30:.2f} GiB, and "
-            f"{free / 2**30:.2f} GiB are free there; make room, or write hydra.run.dir=<a folder elsewhere>"
-        )
+    count = min(due, max(1, keep + 1 - len(_step_dirs(root))))
+    least, free = count * least_bytes, shutil.disk_usage(run_dir).free
+    if free >= least:
+        return
+    several = f"{count} checkpoints at a time (checkpoint.keep={keep}, and one that is being written) take"
+    what = several if count > 1 else "a checkpoint of this run takes"
+    fewer = "checkpoint.keep=1 or " if count > 2 and free >= 2 * least_bytes else ""
+    raise CheckpointError(
+        f"{run_dir}: {what} at least {least / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there; make "
+        f"room, or write {fewer}hydra.run.dir=<a folder elsewhere>"
+    )
 
 
 @contextmanager
@@ -298,14 +312,23 @@ def check_same_run(folder: Path, cfg: Config) -> None:
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
     for key, before, now in _differences(_with_defaults(saved, asdict(Config())), asdict(cfg)):
         if not is_changeable_on_resume(key, before):
-            weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             run_dir = folder.parent.parent
             command = f" (its command was {known})" if (known := launch_command(run_dir)) else ""
             raise CheckpointError(
                 f"{key}={now}: the run in {run_dir} was started with {key}={before}{command}; "
-                "resume with that, or start a new run from its weights with "
-                f"model.name={weights} and without resume"
+                f"resume with that, or start a new run from its weights {_from_weights(folder)}"
             )
+
+
+def _from_weights(folder: Path) -> str:
+    """Return how to start a new run from the weights of a checkpoint, after "from its weights"."""
+    merged, model = folder / "merged", folder / _MODEL
+    if merged.is_dir() or not (model / "adapter_config.json").is_file():
+        return f"with model.name={merged if merged.is_dir() else model} and without resume"
+    return (
+        f"without resume: merge the adapters in {model} with their base model (docs/lora.md#checkpoints has "
+        "the lines), and write model.name=<the folder of the merged model>"
+    )
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -94,13 +94,20 @@ class Outputs:
 
 
 def try_out_checkpoint(
-    cfg: Config, run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    cfg: Config, run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, due: int
 ) -> None:
     """Try whether a run can write its checkpoints, before anything else is started.
 
+    Args:
+        cfg: configuration of the run.
+        run_dir: folder of the run.
+        model: model that the run trains.
+        tokenizer: its tokenizer.
+        due: number of checkpoints that the run will write.
+
     Raises:
         ModelError: files of the model cannot be saved.
-        CheckpointError: the disk has no room for a checkpoint.
+        CheckpointError: the disk has no room for the checkpoints.
     """
     merged, has_adapters = cfg.checkpoint.export_merged, bool(lora.adapted_layers(model))
     named = dict(model.named_parameters())
@@ -111,7 +118,7 @@ def try_out_checkpoint(
     least += 8 * sum(p.numel() for p in named.values() if p.requires_grad)
     if merged:
         least += 4 * sum(p.numel() for name, p in named.items() if not lora.is_adapter(name))
-    checkpoint.try_out(run_dir, writers, least)
+    checkpoint.try_out(run_dir, writers, least, due=due, keep=cfg.checkpoint.keep)
 
 
 class Session:
