@@ -235,6 +235,9 @@ def test_an_unreachable_hub_names_env_data_path(monkeypatch: pytest.MonkeyPatch)
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(DataError, match=r"openai/gsm8k \(main\).*HF_HUB_OFFLINE is set.*env\.data_path"):
+        load(config())
+    monkeypatch.setattr(sources, "why_unreachable", lambda: None)
     with pytest.raises(DataError, match=r"openai/gsm8k \(main\).*no route.*env\.data_path"):
         load(config())
 

@@ -133,8 +133,8 @@ def try_out(
     what = several if count > 1 else "a checkpoint of this run takes"
     fewer = "checkpoint.keep=1 or " if count > 2 and free >= 2 * least_bytes else ""
     raise CheckpointError(
-        f"{run_dir}: {what} at least {least / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there; make "
-        f"room, or write {fewer}hydra.run.dir=<a folder elsewhere>"
+        f"{run_dir}: {what} at least {least / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there; "
+        f"make room, or write {fewer}hydra.run.dir=<a folder elsewhere>"
     )
 
 

@@ -281,7 +281,7 @@ class _CommandLine:
                 if cfg.resume is None:
                     # Here, because torch is imported later, and by each training rank. A run that has ended
                     # needs no model.
-                    shape.model_folder(cfg.model)
+                    shape.check_available(cfg.model)
             configs.append(cfg)
         # Computed in a dry run too, because it checks that the jobs of a sweep can run together.
         ranks = launch.ranks_wanted(configs)

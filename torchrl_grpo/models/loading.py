@@ -16,6 +16,7 @@ from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.quantization import loading_options
 from torchrl_grpo.models.shape import model_folder
+from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.oom import stop_on_oom
 
 
@@ -32,6 +33,8 @@ def resolve(cfg: ModelConfig) -> str:
         return str(smollm2.prepare(cfg.cache_dir))
     if (folder := model_folder(cfg)) is not None:
         return str(folder.resolve())
+    # Without an answer, what is cached is loaded without asking for each file.
+    hub.why_unreachable()
     if cfg.cache_dir is None:
         return cfg.name
     try:

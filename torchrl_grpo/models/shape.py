@@ -12,6 +12,7 @@ from typing import Any
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import smollm2
+from torchrl_grpo.runtime import hub
 
 # Names of the same quantity in the configurations of published models, newest first.
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -37,8 +38,6 @@ _PLAIN = (
     *("glm4", "exaone4", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "apertus", "arcee", "helium", "cohere"),
     *("cohere2", "granite", "bloom", "gptj", "gpt_neo", "stablelm", "nemotron", "starcoder2"),
 )
-# Time limit of the hub's answer in seconds. After it, the run is planned without the shape.
-_HUB_LIMIT_S = 10
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,22 @@ def model_folder(cfg: ModelConfig) -> Path | None:
     return path
 
 
+def check_available(cfg: ModelConfig) -> None:
+    """Check that ``model.name`` is a folder with a model, or a name that can be loaded from the hub.
+
+    Raises:
+        ModelError: there is no such folder or no model in it, or the hub cannot be reached and its cache does
+            not have the model.
+    """
+    if model_folder(cfg) is not None or cfg.name == smollm2.NAME or local_folder(cfg) is not None:
+        return
+    if (why := hub.why_unreachable()) is not None:
+        raise ModelError(
+            f"model.name={cfg.name}: the Hugging Face hub cannot be reached ({why}), and its cache on this "
+            f"machine does not have this model; write a folder saved by save_pretrained, or {smollm2.NAME}"
+        )
+
+
 def _only_adapters(name: str, folder: Path) -> str:
     merged = folder.parent / "merged"
     try:
@@ -199,9 +214,10 @@ def _fetch(cfg: ModelConfig) -> Path | Unknown:
     import huggingface_hub
 
     try:
-        # Request the metadata first: without a network, the download would retry for half a minute.
+        # Request the metadata first: without a network, the download would retry for half a minute. After the
+        # time limit, the run is planned without the shape.
         url = huggingface_hub.hf_hub_url(cfg.name, "config.json")
-        huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_LIMIT_S)
+        huggingface_hub.get_hf_file_metadata(url, timeout=hub.LIMIT_S)
         return Path(huggingface_hub.hf_hub_download(cfg.name, "config.json", cache_dir=cfg.cache_dir)).parent
     # The error types depend on the library's HTTP client. No such error prevents planning.
     except Exception as error:  # noqa: BLE001

@@ -15,6 +15,7 @@ from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import DataError
+from torchrl_grpo.runtime.hub import why_unreachable
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _TEST_NAMES = ("test", "validation", "valid", "dev", "eval")
@@ -218,6 +219,7 @@ def open_hub(hub: Hub) -> Source:
     Raises:
         DataError: the hub cannot be reached or has no such data set or subset.
     """
+    why = None if Path(hub.name).is_dir() else why_unreachable()
     import datasets  # slow to import, and needed for the hub only
 
     subsets = []
@@ -227,10 +229,12 @@ def open_hub(hub: Hub) -> Source:
             subsets.append(datasets.load_dataset(hub.name, subset))
         except Exception as error:  # the hub client raises dozens of types, and the fix is the same for all
             label = hub.name if subset is None else f"{hub.name} ({subset})"
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            if why is not None and isinstance(error, ConnectionError):
+                reason = f"it cannot be reached ({why}), and its cache on this machine does not have it"
             raise DataError(
-                f"cannot load {label} from the Hugging Face hub: "
-                f"{type(error).__name__}: {str(error)[:300]}; set env.data_path to a JSONL file, "
-                "a folder of splits or a saved data set, or check env.hub_name and env.hub_subset"
+                f"cannot load {label} from the Hugging Face hub: {reason}; set env.data_path to a JSONL "
+                "file, a folder of splits or a saved data set, or check env.hub_name and env.hub_subset"
             ) from error
     names = tuple(name for name in subsets[0] if all(name in splits for splits in subsets))
     if not names:
