@@ -63,7 +63,7 @@ BAD: list[tuple[str, str]] = [
     ("optimizer.lr", "write optimizer.lr=VALUE instead"),
     ("optimizer.lr=[1", "bracket"),
     ("optimizer.lr=1,2", "--multirun"),
-    ("model=gpt2", "write for example model.name=VALUE instead"),
+    ("model=gpt2", "write model.name=gpt2 instead"),
     # types
     ("train.epochs=many", "a whole number"),
     ("train.epochs=1.5", "a whole number"),
@@ -432,6 +432,8 @@ BAD: list[tuple[str, str]] = [
         "that of answer if there is one",
     ),
     ("env.dataset=jsonl env.data_path=. env.fields={question:q,messages:m}", "of question or of messages"),
+    ("env.dataset=x.jsonl", "write env=jsonl env.data_path=x.jsonl"),
+    ("env.dataset=me/mine", "write env=jsonl env.hub_name=me/mine"),
     ("env.dataset=my_data.py", "names no function of your own"),
     ("env.dataset=my_data.py:load env.train_split=train", "has no splits"),
     ("env.dataset=my_data.py:load env.hub_name=a/b", "reads neither files nor the hub"),

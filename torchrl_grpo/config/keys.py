@@ -299,6 +299,8 @@ class KeyBook:
         if (known := next((known for known in own if value in self.choices(known)), None)) is not None:
             return f"write {known}={value} instead"
         name = f"{section}.name" if f"{section}.name" in own else own[0]
+        if value is not None and name.endswith(".name") and not self.choices(name):
+            return f"write {name}={value} instead, because {section} is a group of keys"
         options = groups.groups().get(section)
         choice = f", or {section}= and one of {', '.join(options)}" if options else ""
         return f"write for example {name}=VALUE instead{choice}, because {section} is a group of keys"

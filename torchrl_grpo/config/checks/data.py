@@ -62,6 +62,12 @@ def check_dataset(dataset: str) -> None:
     Raises:
         ConfigError: it is neither a built-in one nor a function of the user.
     """
+    if dataset.endswith((".jsonl", ".json", ".parquet")) or Path(dataset).is_dir():
+        wrong = "it is a path, and env.dataset is the kind of data"
+        raise bad_value("env.dataset", dataset, wrong, f"env=jsonl env.data_path={dataset}")
+    if dataset.count("/") == 1 and ":" not in dataset and not dataset.endswith(".py"):
+        wrong = "it is a name on the hub, and env.dataset is the kind of data"
+        raise bad_value("env.dataset", dataset, wrong, f"env=jsonl env.hub_name={dataset}")
     _check_name("env.dataset", dataset, dataset, DATASETS)
 
 
