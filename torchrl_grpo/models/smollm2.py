@@ -15,6 +15,8 @@ from pathlib import Path
 from torchrl_grpo.errors import ModelError
 
 NAME = "smollm2-135m"
+# Where the model was published, and its license there.
+HUB_NAME, LICENSE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

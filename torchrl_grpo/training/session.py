@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints.run_dir import launch_command
 from torchrl_grpo.config import Config
-from torchrl_grpo.models import lora, saving
+from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.loggers import Loggers
-from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
+from torchrl_grpo.observe.metrics import METRICS, MetricsWriter, RolloutWriter, read_jsonl
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.rollout.round import Round, rollout_rows
@@ -274,19 +275,45 @@ class Session:
     def save(self) -> Path:
         """Write a checkpoint of the current step."""
         learner, tokenizer = self.parts.learner, self.parts.tokenizer
+
+        def write_model(folder: Path) -> None:
+            saving.save(learner.model, tokenizer, folder, weights=learner.full_model())
+            self._write_card(folder)
+
+        def write_merged(folder: Path) -> None:
+            saving.save_merged(learner.model, tokenizer, folder)
+            self._write_card(folder)
+
         saved = checkpoint.save(
             self.outputs.run_dir,
             self.counters.step,
             cfg=self.cfg,
-            write_model=partial(saving.save, learner.model, tokenizer, weights=learner.full_model()),
+            write_model=write_model,
             state=self.state.state_dict(),
             keep=self.cfg.checkpoint.keep,
-            write_merged=partial(saving.save_merged, learner.model, tokenizer)
-            if self.cfg.checkpoint.export_merged
-            else None,
+            write_merged=write_merged if self.cfg.checkpoint.export_merged else None,
         )
         self.saved_step = self.counters.step
         return saved
+
+    def _write_card(self, folder: Path) -> None:
+        run_dir = self.outputs.run_dir
+        # Somebody may have deleted the file, and the model is saved all the same.
+        lines = read_jsonl(run_dir / METRICS) if (run_dir / METRICS).is_file() else []
+        rows = [row for row in lines if "eval/num_problems" in row]
+        last = rows[-1] if rows else {"step": 0}
+        training = model_card.Training(
+            command=launch_command(run_dir),
+            step=self.counters.step,
+            metrics={name: value for name, value in last.items() if name.startswith("eval/")},
+            evaluated_at=last["step"],
+            accuracy_before=self.counters.accuracy_before,
+        )
+        model_card.write(folder, self.cfg, self._base, training)
+
+    @cached_property
+    def _base(self) -> model_card.Base:
+        return model_card.read_base(self.cfg)
 
     def summary_entries(self) -> dict[str, Any]:
         """Return the entries of ``summary.json`` other than accuracy, steps, time and memory."""

@@ -1,0 +1,87 @@
+"""The card of a saved model, as the hub reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import ModelCard
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.models import model_card
+from torchrl_grpo.runtime import hub
+
+METRICS = {
+    "eval/accuracy": 0.5,
+    "eval/accuracy_low": 0.4,
+    "eval/accuracy_high": 0.6,
+    "eval/num_problems": 100,
+}
+TRAINING = model_card.Training("grpo.py optimizer.lr=2e-5", 30, METRICS, 30, 0.25)
+
+
+def base_folder(folder: Path, card: str | None) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    if card is not None:
+        (folder / "README.md").write_text(card)
+    return folder
+
+
+def write(folder: Path, cfg: Config, training: model_card.Training = TRAINING) -> ModelCard:
+    folder.mkdir(exist_ok=True)
+    model_card.write(folder, cfg, model_card.read_base(cfg), training)
+    return ModelCard.load(folder / "README.md")
+
+
+def test_a_card_says_where_the_model_is_from_and_what_it_can_do(tmp_path: Path) -> None:
+    cfg = Config()
+    cfg.model.name = "smollm2-135m"
+    card = write(tmp_path / "model", cfg)
+    assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (card.data.license, card.data.library_name) == ("apache-2.0", "transformers")
+    assert {"torchrl-grpo", "grpo"} <= set(card.data.tags)
+    assert "| accuracy | 0.500 | 0.400 to 0.600 |" in card.text and "accuracy was 0.250" in card.text
+    assert "    grpo.py optimizer.lr=2e-5\n" in card.text and "optimizer steps: 30" in card.text
+    assert "torchrl-grpo 0.1.0" in card.text and "transformers 5" in card.text and "gsm8k" in card.text
+    # Adapters are loaded otherwise, and a run need not evaluate.
+    (tmp_path / "model/adapter_config.json").write_text(json.dumps({}))
+    card = write(tmp_path / "model", cfg, model_card.Training("", 3, {}, 0, None))
+    assert card.data.library_name == "peft" and "AutoPeftModelForCausalLM" in card.text
+    assert "No held-out problems were evaluated." in card.text and "Command" not in card.text
+
+
+@pytest.mark.parametrize(
+    ("card", "license", "base"),
+    [
+        (None, None, None),
+        ("no fields", None, None),
+        ("---\nlicense: [\n---\n", None, None),
+        ("---\nlicense: mit\n---\n", "mit", None),
+        # What was trained before keeps the license and the name of what it was trained from.
+        ("---\nlicense: other\nlicense_name: own\nbase_model: me/mine\n---\n", "other", "me/mine"),
+    ],
+)
+def test_the_license_is_that_of_the_base_models_own_card(
+    card: str | None, license: str | None, base: str | None, tmp_path: Path
+) -> None:
+    cfg = Config()
+    cfg.model.name = str(base_folder(tmp_path / "base", card))
+    written = write(tmp_path / "model", cfg)
+    assert (written.data.license, written.data.base_model) == (license, base)
+    said = "its card was not at hand" if license is None else "by its own card"
+    assert said in written.text and ("own." in written.text) == (license == "other")
+
+
+def test_the_card_of_a_model_on_the_hub_is_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = Config()
+    cfg.model.name = "me/mine"
+    assert model_card.read_base(cfg) == model_card.Base("me/mine", "me/mine", {})
+    monkeypatch.setattr(hub, "why_unreachable", lambda: None)
+    own = ModelCard("---\nlicense: mit\n---\n")
+    monkeypatch.setattr(huggingface_hub.ModelCard, "load", lambda source: own)
+    assert model_card.read_base(cfg).license == {"license": "mit"}

@@ -1,0 +1,203 @@
+"""The card of a saved model: base model, data, command, versions, steps, result and license.
+
+It is the ``README.md`` of the folder, with the fields at its top that the Hugging Face hub reads. What is not
+known is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.models import smollm2
+from torchrl_grpo.models.shape import local_folder
+from torchrl_grpo.runtime import hub
+from torchrl_grpo.runtime.package_versions import versions
+
+if TYPE_CHECKING:
+    from huggingface_hub import CardData
+
+CARD = "README.md"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+# Fields that a base model's card has of its license.
+_LICENSE = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a card says of a run.
+
+    Attributes:
+        command: command line that started the run; empty if it is unknown.
+        step: optimizer steps taken.
+        metrics: metrics of the last evaluation, ``eval/*``; empty without one.
+        evaluated_at: optimizer steps before that evaluation.
+        accuracy_before: held-out accuracy before training; None if it was not measured.
+    """
+
+    command: str
+    step: int
+    metrics: Mapping[str, float]
+    evaluated_at: int
+    accuracy_before: float | None
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that was trained.
+
+    Attributes:
+        name: value of ``model.name``.
+        hub_name: name on the hub; None if it has none that is known.
+        license: fields of the license, from the model's own card; empty if they are unknown.
+    """
+
+    name: str
+    hub_name: str | None
+    license: Mapping[str, Any]
+
+
+def read_base(cfg: Config) -> Base:
+    """Read name and license of the base model from its own card: in its folder, the cache or the hub."""
+    name = cfg.model.name
+    if name == smollm2.NAME:
+        return Base(name, smollm2.HUB_NAME, {"license": smollm2.LICENSE})
+    folder = local_folder(cfg.model)
+    is_path = Path(name).expanduser().is_dir()
+    data = _own_card(name, folder, is_path)
+    hub_name = name if not is_path and _HUB_NAME.fullmatch(name) else None
+    if data is None:
+        return Base(name, hub_name, {})
+    if is_path:
+        # A folder that was trained before says what it was trained from.
+        base = data.get("base_model")
+        hub_name = base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None
+    return Base(name, hub_name, {key: value for key in _LICENSE if (value := data.get(key)) is not None})
+
+
+def _own_card(name: str, folder: Path | None, is_path: bool) -> CardData | None:
+    from huggingface_hub import ModelCard
+
+    source: str | Path = name
+    if folder is not None and (folder / CARD).is_file():
+        source = folder / CARD
+    elif is_path or hub.why_unreachable() is not None:
+        return None
+    try:
+        return ModelCard.load(source).data
+    # The types depend on the library's HTTP client and its YAML. A model may have no card, or a damaged one.
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def write(folder: Path, cfg: Config, base: Base, training: Training) -> None:
+    """Write the card of a model or of adapters into their folder."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    has_adapters = (folder / "adapter_config.json").is_file()
+    data = ModelCardData(
+        **base.license,
+        base_model=base.hub_name,
+        library_name="peft" if has_adapters else "transformers",
+        pipeline_tag="text-generation",
+        tags=["torchrl-grpo", cfg.train.method.value, *(["lora"] if has_adapters else [])],
+        datasets=[cfg.env.hub_name] if cfg.env.hub_name and cfg.env.data_path is None else None,
+    )
+    text = f"---\n{data}\n---\n\n{_body(cfg, base, training, has_adapters)}"
+    ModelCard(text).save(folder / CARD)
+
+
+def _body(cfg: Config, base: Base, training: Training, has_adapters: bool) -> str:
+    how = "supervised fine-tuning" if cfg.train.method == "sft" else "GRPO"
+    what = "LoRA adapters for" if has_adapters else "A model trained from"
+    parts = [
+        f"# {_short(base)}, trained on {_data(cfg)}",
+        f"{what} {_code(base.hub_name or base.name)}, trained with {how} by torchrl-grpo for "
+        f"{training.step} optimizer steps.",
+        _result(training),
+        "## Training",
+        _training(cfg, base, training),
+        "## Use",
+        _use(has_adapters, base),
+        "## License",
+        _license(base),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _short(base: Base) -> str:
+    return (base.hub_name or base.name).rstrip("/").rpartition("/")[2]
+
+
+def _data(cfg: Config) -> str:
+    env = cfg.env
+    if env.mixture:
+        return "a mixture of data sets"
+    source = env.data_path or env.hub_name
+    name = f"{env.dataset} ({env.task})" if env.dataset == "reasoning_gym" else env.dataset
+    return name if source is None else f"{name} ({source})"
+
+
+def _result(training: Training) -> str:
+    metrics = training.metrics
+    if not metrics:
+        return "## Result\n\nNo held-out problems were evaluated."
+    lines = [f"## Result\n\nOn held-out problems, after {training.evaluated_at} optimizer steps:\n"]
+    lines += ["| metric | value | 95 % interval |", "| --- | --- | --- |"]
+    for name, value in metrics.items():
+        if name.endswith(("_low", "_high")):
+            continue
+        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+        interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+        lines.append(f"| {name.removeprefix('eval/')} | {shown} | {interval} |")
+    if training.accuracy_before is not None:
+        lines.append(f"\nBefore training, the accuracy was {training.accuracy_before:.3f}.")
+    return "\n".join(lines)
+
+
+def _training(cfg: Config, base: Base, training: Training) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lines = [
+        f"- base model: {_code(base.name)}",
+        f"- data: {_code(_data(cfg))}",
+        f"- optimizer steps: {training.step}",
+        f"- seed: {cfg.seed}",
+        f"- versions: {packages}",
+    ]
+    if training.command:
+        lines += ["\nCommand:\n", textwrap.indent(training.command, "    ")]
+    return "\n".join(lines)
+
+
+def _use(has_adapters: bool, base: Base) -> str:
+    if has_adapters:
+        loading = "from peft import AutoPeftModelForCausalLM as Model"
+        serving = f"vllm serve {base.hub_name or base.name} --enable-lora --lora-modules trained=FOLDER"
+    else:
+        loading = "from transformers import AutoModelForCausalLM as Model"
+        serving = "vllm serve FOLDER"
+    lines = [
+        "from transformers import AutoTokenizer",
+        loading,
+        "",
+        'model, tokenizer = Model.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")',
+    ]
+    blocks = "\n".join(["```python", *lines, "```", "", "```", serving, "```"])
+    return f"FOLDER is this folder, or its name on the hub.\n\n{blocks}"
+
+
+def _license(base: Base) -> str:
+    if not base.license:
+        return f"The license of the base model {_code(base.name)} applies; its card was not at hand."
+    name = base.license.get("license_name") or base.license.get("license")
+    return f"That of the base model, by its own card: {name}."
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('`', '')}`"
