@@ -22,7 +22,7 @@ from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/devices.md"
+PAGE = Path(__file__).resolve().parents[2] / "benchmarks/MEASURED.md"
 SIZES = ("0.5B", "1.5B", "7B", "32B")
 SCRIPTS = {"grpo.py": False, "grpo-async.py": True}
 EIGHT = Hardware((79.6,) * 8, 900.0, ((9, 0),) * 8)
@@ -45,7 +45,7 @@ def plan(overrides: str, asynchronous: bool, there: Hardware) -> tuple[str, Plan
     return " ".join(automatic.overrides(changes)), preflight.make(apply(cfg, changes), asynchronous, there)
 
 
-# The table of docs/devices.md
+# The table of benchmarks/MEASURED.md
 
 
 def row(size: str, machine: str, script: str) -> tuple[list[str], list[str]]:
