@@ -307,7 +307,7 @@ def test_every_documented_metric_is_written() -> None:
 def test_the_table_of_shapes_is_that_of_the_schema() -> None:
     row = re.compile(r'^\|? ?`?(\("\w+", "\w+"\)|"\w+")`?[ |]+`?(\[[\w, ]+\])`?[ |]+(\w+)', re.MULTILINE)
     code = row.findall((ROOT / "torchrl_grpo" / "batch" / "schema.py").read_text())
-    page = row.findall((ROOT / "docs" / "step.md").read_text())
+    page = row.findall(read(ROOT / "docs" / "step.md"))
     assert code == page and len(code) == 17
 
 

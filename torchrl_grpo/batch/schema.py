@@ -12,14 +12,16 @@ key                            shape           dtype    meaning
 ("masks", "sampled")           [P, G, T]       bool     True on tokens that the model sampled
 ("log_probs", "response")      [P, G, T]       float32  of the engine, at the sampling temperature
 ("log_probs", "reference")     [P, G, T]       float32  of the reference model; only if a KL needs it
-("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer
+("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer and
+                                                        several steps per round
 ("next", "reward")             [P, G, 1]       float64  weighted sum of the rewards
 ("next", "reward_parts")       [P, G, K]       float64  the K rewards before weighting, in the order in which
                                                         reward.weights lists them; without their components
 "truncated"                    [P, G, 1]       bool     True if the length bound ended the response
 "advantage"                    [P, G, 1]       float32  written when the batch enters the buffer
 ("masks", "loss")              [P, G, T]       bool     tokens that the loss counts; written with "advantage"
-"policy_version"               [P, G]          int64    policy version of the response's oldest token
+"policy_version"               [P, G]          int64    policy version of the response's oldest token: the
+                                                        optimizer steps that produced these weights
 "newest_policy_version"        [P, G]          int64    policy version of the response's newest token
 ("versions", "response")       [P, G, T]       int64    policy version of each token
 "group_id"                     [P, G]          int64    sequential number of the group
