@@ -69,7 +69,7 @@ def test_nccl_for_an_engine_on_the_gpu_of_the_trainer_is_refused() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_plan(case: str) -> None:
-    assert answer(case) == CASES[case]
+    assert CASES[case] == (dry_run(case) if "GiB" in case else answer(case))
 
 
 def test_there_are_enough_cases() -> None:

@@ -46,7 +46,14 @@ class GroupPolicyLoss(LossModule):
     name (``tokens_prompt=...``), it returns its ``out_keys`` as a tuple, or as one tensor if there is one
     key.
 
-    The actor is a submodule, so ``parameters()``, ``state_dict()`` and ``to()`` include the model.
+    The actor is a submodule, so ``parameters()``, ``state_dict()`` and ``to()`` include the model. A step of
+    training without this project's trainer::
+
+        loss = GroupPolicyLoss(TokenScorer(model), PolicyConfig(clip_epsilon_high=0.28))
+        optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-5)
+        terms = loss(batch)
+        sum(terms[name] for name in loss.out_keys).backward()
+        optimizer.step()
 
     Args:
         actor_network: module that scores responses with gradients: a
