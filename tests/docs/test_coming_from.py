@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from scripts.site_pages import with_tables
+from scripts.site_tables import with_tables
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.config import elsewhere

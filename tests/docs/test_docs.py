@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.site_pages import with_tables
+from scripts.site_tables import with_tables
 from torchrl_grpo.config.resume import FREE_FROM, FREE_KEYS, is_changeable_on_resume
 from torchrl_grpo.config.schema import keys
 
