@@ -19,8 +19,6 @@ _HOW_MANY_WEIGHTS = (0.4, 0.35, 0.25)
 _QUESTION_SHARE = 0.1  # share of yes-or-no questions among the prompts that do not need one
 _LIST_OPENINGS = ("Follow these rules:", "Requirements:", "Please note:")
 
-Instruction = tuple[str, dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Composed:

