@@ -10,7 +10,7 @@ import functools
 import itertools
 import numbers
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_grpo.cli.precedence import settle
 from torchrl_grpo.config import Config, groups
+from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError, first_line
 from torchrl_grpo.runtime.quoting import quote
@@ -273,16 +274,10 @@ def write_override(key: str, value: object) -> str:
     Returns:
         The override, see :func:`open_free_form`.
     """
-    return open_free_form(f"{key}={_written(value)}")
+    return open_free_form(f"{key}={show(value, _quoted)}")
 
 
-def _written(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_written(entry)}" for name, entry in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
+def _quoted(value: object) -> str:
     # Numbers of NumPy print with the name of their type.
     if isinstance(value, numbers.Integral):
         return repr(int(value))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from enum import EnumType
 from typing import Any
@@ -51,11 +51,12 @@ def key(default: Any, help: str, only_with: str | None = None, choices: Collecti
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def show(value: Any) -> str:
+def show(value: Any, scalar: Callable[[Any], str] = str) -> str:
     """Format a value as the command line accepts it.
 
     Args:
         value: configuration value: None, a scalar, a list or a mapping.
+        scalar: function that formats a text or a number.
 
     Returns:
         The text, e.g. ``null``, ``true``, ``[0,1]``, ``{a:1}``.
@@ -65,10 +66,10 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(show(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
-    return str(value)
+        return "[" + ",".join(show(item, scalar) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{show(item, scalar)}" for key, item in value.items()) + "}"
+    return scalar(value)
 
 
 def bad_value(key: str, value: Any, wrong: str, fix: str) -> ConfigError:
