@@ -76,7 +76,7 @@ def test_what_is_registered_of_an_engine_exists(kind: EngineKind) -> None:
     for path in (kind.build, kind.needs_gpu):
         assert path is None or callable(load_built_in(path))
     if kind.servers is not None:
-        assert load_built_in(kind.servers).engine is kind and kind.key_variable
+        assert load_built_in(kind.servers).engine is kind and kind.api_key_variable
     if kind.engine_args is not None:
         assert importlib.import_module(kind.engine_args).SET_BY_KEY
 

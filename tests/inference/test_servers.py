@@ -83,7 +83,7 @@ def connect(
     key: str = "secret",
     model: dict[str, Any] | None = None,
 ) -> ServerEngine:
-    connection = ServerConnection(server.address, key, timeout_s, server.kind.engine.key_variable)
+    connection = ServerConnection(server.address, key, timeout_s, server.kind.engine.api_key_variable)
     wanted = replace(WANTED, model=model)
     return ServerEngine(
         connection, server.kind.api, requirements=wanted, folder=tmp_path, timeout_s=timeout_s

@@ -262,7 +262,7 @@ def test_a_method_that_fails_is_an_error_and_not_the_end_of_the_server(engine: S
 def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(
     process: ServerProcess, config: Config, train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SGLANG.engine.key_variable, process.key)
+    monkeypatch.setenv(SGLANG.engine.api_key_variable, process.key)
     config.inference_model.backend = "sglang_server"
     config.inference_model.servers = [process.address]
     config.checkpoint.keep = 4

@@ -29,7 +29,7 @@ LOCK = ".lock"
 AUTO_OR_NEW = "auto_or_new"
 # Hydra settings that a resumed run must not repeat: its folders, and those that this project's command line
 # sets by itself.
-_OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
+_NOT_REPEATED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -140,7 +140,9 @@ def check_kinds(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a folder that holds results of a run without a checkpoint, so that the run can begin again.
+    """Rename a folder that holds results of a run, so that the run can begin again.
+
+    The caller has checked that it has no checkpoint.
 
     Args:
         folder: folder of the run. It becomes ``<name>.set-aside``, with a number behind it if that exists.
@@ -203,7 +205,9 @@ def launch_command(run_dir: Path, *more: str) -> str:
                 command.append(f"--config-dir={source['path']}")
             elif source["provider"] == "main" and Path(source["path"]) != config_dir():
                 command.append(f"--config-path={source['path']}")
-        command += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
+        command += [
+            word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _NOT_REPEATED
+        ]
         words = yaml.safe_load(read_regular(record / "overrides.yaml"))
         command += [word for word in words if not word.startswith("resume=")]
         return shlex.join([*command, *more])

@@ -73,7 +73,8 @@ class Composer:
         self._loader = loader
         self._config_name = config_name
         self._parser = OverridesParser.create(config_loader=loader)
-        self._probe: DictConfig | None = None
+        # Values are written here to see whether their types fit.
+        self._scratch: DictConfig | None = None
 
     def jobs(self, words: list[str], sweep: bool) -> list[list[str]]:
         """Split a command line into the overrides of its jobs and check each override.
@@ -210,10 +211,10 @@ class Composer:
             if not isinstance(value, dict):
                 raise keys().section_value(key, line)
             return
-        if self._probe is None:
-            self._probe = OmegaConf.structured(Config)
+        if self._scratch is None:
+            self._scratch = OmegaConf.structured(Config)
         try:
-            OmegaConf.update(self._probe, key, value, force_add=free is not None)
+            OmegaConf.update(self._scratch, key, value, force_add=free is not None)
         except OmegaConfBaseException as error:
             raise keys().wrong_type(key, line) from error
         if key in keys().registered and str(value) not in keys().registered[key]:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(USER_ERROR_CODE) from None
     if args.print:
-        shown = {**variables, kind.engine.key_variable: "YOUR_KEY"}
+        shown = {**variables, kind.engine.api_key_variable: "YOUR_KEY"}
         settings = " ".join(f"{name}={value}" for name, value in shown.items())
         sys.stdout.write(f"{settings} {shlex.join(words)}\n")
         return
@@ -72,13 +72,13 @@ def _served() -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     first, *others = map(engine_kind, _served())
-    variables = [f"{kind.key_variable} for {kind.program}" for kind in others]
+    variables = [f"{kind.api_key_variable} for {kind.program}" for kind in others]
     parser = Parser(
         prog="grpo-serve",
         allow_abbrev=False,
         description=f"Serve a model to runs with inference_model.backend={' or '.join(_served())}. All "
         "other arguments are the same as for the training command.",
-        epilog=f"{', or '.join([first.key_variable, *variables])}, holds the key that the run has to "
+        epilog=f"{', or '.join([first.api_key_variable, *variables])}, holds the key that the run has to "
         "bring. Set it in both places.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -105,10 +105,10 @@ def _where(args: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
         if not args.print:
             listening.check_socket(args.uds.resolve())
         return {"uds": str(args.uds.resolve())}
-    if args.host not in LOOPBACK and not os.environ.get(kind.engine.key_variable):
+    if args.host not in LOOPBACK and not os.environ.get(kind.engine.api_key_variable):
         raise ConfigError(
-            f"--host={args.host}: other machines can reach this server, and {kind.engine.key_variable} is "
-            "not set; set it to a secret here and for the run"
+            f"--host={args.host}: other machines can reach this server, and "
+            f"{kind.engine.api_key_variable} is not set; set it to a secret here and for the run"
         )
     if not args.print:
         listening.check_port(args.host, args.port)
@@ -144,12 +144,12 @@ def serve_command(
         max_num_seqs=max_num_seqs(cfg, on_gpu=device.type == "cuda"),
         gpu_memory_utilization=OWN_GPU if share is None else share,
     )
-    key = os.environ.get(kind.engine.key_variable, "")
+    key = os.environ.get(kind.engine.api_key_variable, "")
     if not key and makes_key:
         key = secrets.token_urlsafe(32)
-        sys.stdout.write(f"{kind.engine.key_variable}={key}  # set this for the run\n")
+        sys.stdout.write(f"{kind.engine.api_key_variable}={key}  # set this for the run\n")
         sys.stdout.flush()
-    variables = {**launch.variables, kind.engine.key_variable: key}
+    variables = {**launch.variables, kind.engine.api_key_variable: key}
     # The first of them is that of sockets.
     name = launch.folder_variables[0]
     usual = os.environ.get(name) or tempfile.gettempdir()

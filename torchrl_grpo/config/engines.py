@@ -27,7 +27,7 @@ class EngineKind:
         build: function that builds it in a process of the run, called as
             :func:`~torchrl_grpo.inference.build.build_engine` is; None if only servers have it.
         servers: its :class:`~torchrl_grpo.inference.servers.kinds.ServerKind`; None if it has no servers.
-        key_variable: environment variable with the key of its servers.
+        api_key_variable: environment variable with the key of its servers.
         package: package that must be installed; None if this project depends on it. It also names the engine
             in ``allocation_mode``.
         has_own_python: whether the package is in an environment of its own, whose Python
@@ -43,7 +43,8 @@ class EngineKind:
             the share of a GPU, and the number of responses that are decoded at a time.
         sleeps_on_gpu: whether it sleeps on GPUs only, with an allocator of its own, and by default if it
             shares the trainer's GPU. Others sleep anywhere, if ``inference_model.sleep`` asks for it.
-        owns_process: whether it takes the first GPU of its process, and the process group of the ranks.
+        owns_process: whether, inside the trainer's process, it can run on the process's first GPU only, and
+            cannot share a process with several training ranks.
         import_gib: memory that importing it takes in the trainer's process, in GiB.
         spans_devices: whether several devices can share the model of one engine.
         takes_gpu_weights: whether its servers take weights through a GPU's memory or NCCL.
@@ -57,7 +58,7 @@ class EngineKind:
     help: str = ""
     build: str | None = None
     servers: str | None = None
-    key_variable: str = ""
+    api_key_variable: str = ""
     package: str | None = None
     has_own_python: bool = False
     engine_args: str | None = None
@@ -75,7 +76,7 @@ class EngineKind:
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers generate, and no process of the run."""
+        """Whether it generates in servers, over HTTP."""
         return self.servers is not None
 
 
@@ -101,11 +102,13 @@ _KINDS = (
     _VLLM,
     replace(
         _VLLM,
+        # owns_process, sleeps_on_gpu and import_gib are of an engine in the trainer's process, where a server
+        # never is.
         name="vllm_server",
         help="vLLM in processes of its own, over HTTP",
         build=None,
         servers=f"{_INFERENCE}.servers.kinds:VLLM",
-        key_variable=KEY_VARIABLE,
+        api_key_variable=KEY_VARIABLE,
         spans_devices=True,
         takes_gpu_weights=True,
         has_job_servers=True,
@@ -115,7 +118,7 @@ _KINDS = (
         "SGLang",
         help="the same with SGLang",
         servers=f"{_INFERENCE}.servers.kinds:SGLANG",
-        key_variable=SGLANG_KEY_VARIABLE,
+        api_key_variable=SGLANG_KEY_VARIABLE,
         package="sglang",
         has_own_python=True,
         engine_args="torchrl_grpo.config.checks.sglang",
@@ -151,7 +154,7 @@ def engines_with(can: Callable[[EngineKind], object]) -> list[str]:
     return [name for name, kind in ENGINES.items() if can(kind)]
 
 
-def reference() -> str:
+def reference_engine() -> str:
     """Return the name of the engine that runs everywhere."""
     return engines_with(lambda kind: kind.is_reference)[0]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import load_built_in
 from torchrl_grpo.config.checks import schedule, validate
-from torchrl_grpo.config.engines import engines_with, reference
+from torchrl_grpo.config.engines import engines_with, reference_engine
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import ZERO_STAGES, Proximal
 from torchrl_grpo.errors import ConfigError
@@ -238,8 +238,8 @@ def _check_build(planned: Planned) -> None:
         wrong = f"the {engine.program} that is installed is one for GPUs, and no GPU is visible here"
         raise ConfigError(
             f"inference_model.backend={show(planned.cfg.inference_model.backend)}: {wrong}; write "
-            f"inference_model.backend={reference()}, or run `make setup ACCELERATOR=cpu` and repeat the "
-            "command"
+            f"inference_model.backend={reference_engine()}, or run `make setup ACCELERATOR=cpu` and repeat "
+            "the command"
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_grpo.config.engines import DEFAULT_ENGINE, engine_kind, reference
+from torchrl_grpo.config.engines import DEFAULT_ENGINE, engine_kind, reference_engine
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.checksums import Checksums, checksum, checksum_tensor, collect_checksums
 from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
@@ -46,7 +46,7 @@ _MERGE_ERROR = 1e-5
 # If tensors cannot be read back, the run stops once the mean exceeds its first value times this factor. In
 # bfloat16 runs with correct weights, it grew to 2.4 times its first value.
 _UNREADABLE_BOUND_FACTOR = 4.0
-_OTHER_ENGINE = f"Set inference_model.backend={reference()}, which copies weights without a loader"
+_OTHER_ENGINE = f"Set inference_model.backend={reference_engine()}, which copies weights without a loader"
 _DEFECT = "This is a defect of the program; please report it"
 
 

@@ -21,7 +21,7 @@ from torchrl_grpo.config.checks.policy import check_policy
 from torchrl_grpo.config.checks.sglang import check_python
 from torchrl_grpo.config.checks.unread import check_unread, check_unset
 from torchrl_grpo.config.derived import optim_batch_size
-from torchrl_grpo.config.engines import reference
+from torchrl_grpo.config.engines import reference_engine
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.schema import keys
@@ -58,7 +58,7 @@ def validate(cfg: Config) -> None:
     _check_batches(cfg)
     check_policy(cfg)
     check_lora(cfg)
-    _check_attention(cfg)
+    _check_train_model(cfg)
     _check_inference(cfg)
     check_servers(cfg)
     check_transfer(cfg)
@@ -78,7 +78,12 @@ def check_installed(cfg: Config) -> None:
     engine, starts_engine = cfg.inference_model.engine, cfg.inference_model.servers == "auto"
     parallelism, loggers = cfg.train_model.parallelism, cfg.logging.backends
     needed: list[tuple[bool, str | None, str, str]] = [
-        (starts_engine and not engine.has_own_python, engine.package, "inference_model.backend", reference()),
+        (
+            starts_engine and not engine.has_own_python,
+            engine.package,
+            "inference_model.backend",
+            reference_engine(),
+        ),
         (cfg.train_model.quantization != "none", "bitsandbytes", "train_model.quantization", "none"),
         (parallelism in ZERO_STAGES, "deepspeed", "train_model.parallelism", "fsdp2"),
         *((True, LOGGERS[name], "logging.backends", "[csv]") for name in loggers),
@@ -124,7 +129,7 @@ def _check_each(cfg: Config) -> None:
     check_unread(cfg)
 
 
-def _check_attention(cfg: Config) -> None:
+def _check_train_model(cfg: Config) -> None:
     trained = cfg.train_model
     if trained.prefix_attention == PrefixAttention.varlen:
         key, fix = "train_model.prefix_attention", "train_model.prefix_attention=auto"

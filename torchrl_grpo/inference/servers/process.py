@@ -72,7 +72,7 @@ class ServerProcess:
                     **inherited(),
                     **launch.variables,
                     **environment,
-                    kind.engine.key_variable: self.key,
+                    kind.engine.api_key_variable: self.key,
                     # A killed server leaves its own sockets and temporary files behind.
                     **dict.fromkeys(launch.folder_variables, str(self._folder.path)),
                     READY_VARIABLE: str(write),

@@ -147,7 +147,7 @@ class _Member:
         spec = self._pool.spec
         options, timeout_s = spec.cfg.inference_model, spec.cfg.collector.timeout_s
         if spec.addresses:
-            address, key = spec.addresses[self._index], os.environ.get(spec.kind.engine.key_variable, "")
+            address, key = spec.addresses[self._index], os.environ.get(spec.kind.engine.api_key_variable, "")
         else:
             process = self._start_server()
             process.wait_until_ready(spec.start_limit_s)
@@ -155,7 +155,7 @@ class _Member:
         with self._ending:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
-            self._connection = ServerConnection(address, key, timeout_s, spec.kind.engine.key_variable)
+            self._connection = ServerConnection(address, key, timeout_s, spec.kind.engine.api_key_variable)
         self._wait_until_up(self._connection)
         requirements = ServerRequirements(
             resolve_dtype(options.dtype, spec.device),

@@ -1,6 +1,6 @@
 """Run the stages one after the other, and write the result of each at once.
 
-``python -m torchrl_grpo.tools.gpu_check [overrides ...] [--only STAGE ...] [--skip STAGE ...] [--model NAME]``
+``python -m torchrl_grpo.tools.gpu_check [overrides ...] [--only STAGE ...] [--model NAME]``
 
 It runs on a CPU too, with a small random model. At the end it prints a table and names the JSON file, both of
 which can be pasted into an issue.
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="model.name; by default smollm2-135m with a GPU, else a random one")
     parser.add_argument("--folder", type=Path, help="folder for runs and results; by default a new one")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a stage may take (600)")
-    parser.add_argument("--kernel", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="further words of every run")
     arguments = parser.parse_args(argv)
-    if arguments.kernel is not None:
-        return _run_kernel(*arguments.kernel)
+    if arguments.measure is not None:
+        return _measure(*arguments.measure)
     folder = work_folder(parser, arguments.folder, "gpu-check-")
     try:
         gpus = len(hardware.present().gpus)
@@ -77,7 +77,8 @@ def run_stage(name: str, stage: Stage, context: Context) -> Result:
     return Result(name, Status.passed, time.monotonic() - start, figures)
 
 
-def _run_kernel(name: str, model: str, answer: str) -> int:
+def _measure(name: str, model: str, answer: str) -> int:
+    """Run one measurement in this process, as a stage's subprocess, and write its figures into a file."""
     from torchrl_grpo.tools.gpu_check import kernels, step
 
     functions = {

@@ -85,7 +85,7 @@ def kernel(name: str) -> Callable[[Context], Figures]:
 
     def run(context: Context) -> Figures:
         answer = context.folder / f"{name}.json"
-        words = ["-m", "torchrl_grpo.tools.gpu_check", "--kernel", name, str(context.model), str(answer)]
+        words = ["-m", "torchrl_grpo.tools.gpu_check", "--measure", name, str(context.model), str(answer)]
         _call(context, name, [sys.executable, *words])
         figures: Figures = json.loads(answer.read_text())
         return figures
