@@ -40,7 +40,7 @@ def told_once() -> Iterator[None]:
 
 
 def warn() -> None:
-    """Say what is missing or not used of what the launcher was told, on rank 0."""
+    """Print, on rank 0, the warnings about the launcher's settings: the missing and the ignored ones."""
     for line in launch.warnings() if rank_env.rank() == 0 else ():
         sys.stderr.write(f"{line}\n")
 
@@ -49,7 +49,8 @@ def on_all_ranks(program: Callable[[], _T]) -> _T:
     """Run a program on rank 0 while the other ranks serve it.
 
     Args:
-        program: program of rank 0. It must release the ranks.
+        program: program of rank 0. It ends what ``job.follow`` does on the others, as ``Session.close`` does.
+            It must not return None, which means that rank 0 has ended.
 
     Returns:
         Its result, on every rank.

@@ -1,4 +1,4 @@
-"""Python objects by name: functions and classes that are passed to a trainer, as the configuration has them.
+"""Functions and classes that a script passes to ``GRPOTrainer``, made available to the configuration by name.
 
 They are written to a file, and the configuration names them as ``FILE.pkl:NAME``. Workers, and processes of
 rewards and episodes, read them from there, as they import ``FILE.py:NAME``.
@@ -61,4 +61,5 @@ class PassedObjects:
             aside = self._path.with_name(f".{FILE}.{os.getpid()}")
             aside.write_bytes(self._bytes)
             os.replace(aside, self._path)
+            # Another trainer with this folder may have been made since.
             user_code.remember(self._path, self._objects)

@@ -26,6 +26,9 @@ key                            shape           dtype    meaning
 ("versions", "response")       [P, G, T]       int64    policy version of each token
 "group_id"                     [P, G]          int64    sequential number of the group
 =============================  ==============  =======  ====================================================
+
+``policy.proximal=auto`` is ``trainer`` with an age above 0. Components are the numbers that a reward of
+several parts reports beside its score (:class:`~torchrl_grpo.rewards.types.ResponseScore`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 A preset writes keys for its user's convenience. If the user then writes a key that excludes one of them,
 the preset's key gives way. Layers come in Hydra's order: presets before the primary configuration's own
 keys, then files chosen with ``+``, and the command line last. Two keys of the same layer, and most keys that
-have their defaults, are left to the checks of the configuration. A value that is written again where it
-stands already excludes nothing new, unless the other key would take its place.
+have their defaults, are left to the checks of the configuration. A key that repeats the value it already had
+does not count as written, except for contradictions with ``defaults_too`` (see
+:class:`~torchrl_grpo.config.contradictions.Contradiction`). A preset is a file of a config group, such as
+``policy/dapo.yaml``.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
         changed = [other for other in others if defaults_too or read(other) != read(other, defaults)]
         if changed and not layers:
             layers, changes = _layers(loader, config_name, overrides)
+        # Layer in which `key` became what it is; 0 if it has its default. With defaults_too, repeating the
+        # value counts too.
         written = (layers if defaults_too else changes).get(key, 0)
         for other in changed:
             before, new = read(other), read(other, defaults) if value is DEFAULT else value

@@ -1,7 +1,8 @@
 """The typed schema of every run: Hydra composes ``config/`` into these dataclasses.
 
 It is the one source of each key's type, default and help. ``python -m torchrl_grpo.config`` writes
-``config/base.yaml`` and ``config/policy/grpo.yaml`` from it.
+``config/base.yaml`` and ``config/policy/grpo.yaml`` from it. ``only_with`` of a key is the setting without
+which nothing reads it (:func:`~torchrl_grpo.config.keys.key`).
 """
 
 from __future__ import annotations

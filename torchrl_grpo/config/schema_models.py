@@ -94,8 +94,8 @@ class TrainModelConfig:
     offload_optimizer: bool | None = key(
         None,
         "On a GPU, keep the optimizer's moments in host memory while the engine generates: less GPU memory, "
-        "and two copies of the moments per round. null does so if an engine that sleeps would not fit "
-        "otherwise.",
+        "and the moments are moved to the host and back once per round. null does so if an engine that "
+        "sleeps would not fit otherwise.",
     )
     shared_prefix: bool = key(
         True,
@@ -223,7 +223,7 @@ class InferenceModelConfig:
     gpu_memory_utilization: PositiveShare | None = key(
         None,
         "Share of a GPU's memory that vLLM or SGLang takes. null means 0.85 of a GPU of its own, and 0.4 if "
-        "another role is on the GPU or ray.address names a cluster.",
+        "another role is on the GPU, or may be, because ray.address names a cluster.",
     )
     kv_cache_gib: PositiveInt = key(
         1,

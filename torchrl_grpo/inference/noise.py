@@ -22,12 +22,15 @@ _BITS = 23
 class Noise:
     """Draws standard exponential numbers for the rows of a batch of responses.
 
+    The sampled token has the smallest number / probability (exponential race).
+
     On a CPU each row has a generator of PyTorch. On a GPU the numbers are a hash of the row's seed, of the
     number of the draw and of the token (SplitMix64), for all rows at once. Generators would launch a kernel
     for each row, and drawing on the CPU would copy a row of the vocabulary for each token.
 
     Args:
-        seeds: seed of each row; None draws one from PyTorch's default generator.
+        seeds: seed of each row. With None, PyTorch's default generator draws the numbers on a CPU, and a seed
+            on a GPU.
         device: device of the numbers.
     """
 

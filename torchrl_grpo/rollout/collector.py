@@ -26,7 +26,7 @@ TRACKER_KEY = "ledger"
 
 
 class GroupSource:
-    """Creates the group with a given number, and computes its rewards.
+    """Creates the group with a given number, its ``group_id``, and computes its rewards.
 
     Args:
         env: problems and rewards.
@@ -39,13 +39,13 @@ class GroupSource:
         self.tokenizer = tokenizer
         self.seed = seed
 
-    def new_group(self, number: int) -> Group:
-        """Return group ``number`` before its first token."""
-        prompt = self.env.prompt(number)
+    def new_group(self, group_id: int) -> Group:
+        """Return group ``group_id`` before its first token."""
+        prompt = self.env.prompt(group_id)
         return Group(
-            number,
+            group_id,
             prompt.token_ids,
-            group_seed(self.seed, number, self.env.batch_size[0]),
+            group_seed(self.seed, group_id, self.env.batch_size[0]),
             [Response() for _ in range(self.env.batch_size[1])],
             self.env.problem_of(prompt),
         )
@@ -135,9 +135,10 @@ class Collector:
         weights: TensorDictBase | Mapping[str, Tensor] | None = None,
         policy: nn.Module | None = None,
     ) -> None:
-        """Give the workers other weights and count them as the next version.
+        """Give the workers other weights, and count them as those of one more optimizer step.
 
-        The update is not verified. Training uses ``WeightPublisher`` instead.
+        The update is not verified. Training uses ``WeightPublisher`` instead. Engines cast the weights to
+        their dtype, except with ``inference_model.weight_transfer=nccl``, where they must have it already.
 
         Args:
             policy_or_weights: the model, whose adapters are merged; or parameters by the names of its
@@ -229,7 +230,7 @@ class Collector:
         self._waited += waited
         return build_round(
             groups,
-            [self.env.prompt(group.group.group_id).text for group in groups],
+            [self.env.prompt(scored.group.group_id).text for scored in groups],
             reward_names=self.env.reward_set.names,
             pad_token_id=self.source.tokenizer.pad_token_id,
             seconds={"time/generate_s": waited - scored_s, "time/score_s": scored_s}
@@ -264,7 +265,7 @@ class Collector:
             "workers/score_s": stats["score_seconds"] - before["score_seconds"],
             "workers/restarts": stats["restarts"],
             "workers/queue": stats["queue"],
-            **{f"workers/tokens_per_s_{number}": rate / span for number, rate in enumerate(tokens)},
+            **{f"workers/tokens_per_s_{number}": sampled / span for number, sampled in enumerate(tokens)},
         }
 
     def _worker_stats(self) -> dict[str, Any]:
@@ -310,7 +311,8 @@ class Collector:
         """Continue from a :meth:`state_dict`.
 
         Raises:
-            CheckpointError: one of the two runs runs ahead of the trainer, and the other does not.
+            CheckpointError: the checkpoint is of a run of ``grpo-async.py`` with an age above 0 and this run
+                is not, or the reverse.
         """
         if TRACKER_KEY not in state:
             state = self._from_rounds(state)

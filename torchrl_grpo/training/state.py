@@ -77,7 +77,8 @@ class Parts:
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: sends the weights to the engine and verifies that they arrived.
-        rounding_check_dtype: dtype in which :func:`rounding_warning` estimates lost updates.
+        rounding_check_dtype: dtype in which :func:`~torchrl_grpo.training.rounding_check.rounding_warning`
+            estimates the share of updates that round to zero.
         evaluator: held-out problems and their grader.
     """
 
@@ -134,8 +135,10 @@ class SessionState:
                 "peak_memory_gib": self.peak_memory_gib(),
                 "peak_cuda_gib": self.peak_cuda_gib(),
             },
+            # The name is that of stored checkpoints.
             "optimise": parts.ranks.call_all(Learner.optimizer_state, parts.learner),
             "collector": parts.collector.state_dict(),
+            # Pass rates of env.sampling=pass_rate.
             "curriculum": parts.collector.env.stream.learned_state(),
             "buffer": parts.buffer.state_dict(),
             "publisher": parts.publisher.state_dict(),
@@ -155,7 +158,8 @@ class SessionState:
         parts = self.parts
         self.counters.load_state_dict(state["counters"])
         # Older checkpoints lack "taken", the number of rounds collected, not counting refill rounds. It is
-        # computed here from the number of steps.
+        # computed here from the number of steps. Collector._from_rounds reads it, for checkpoints without a
+        # tracker.
         steps = self.counters.step + self.counters.steps_left_in_round
         training_rounds = steps // parts.learner.steps_per_round
         # Copy, because collector and buffer keep these tensors, which are mapped from the checkpoint's file.

@@ -12,7 +12,8 @@ from torchrl_grpo.models.flops import FlopCounter, gemm_rate
 from torchrl_grpo.models.lora import is_adapter
 from torchrl_grpo.models.shards import count_parameters
 
-# Phases of a step; the remaining time is time/other_s.
+# Phases of a step; the remaining time is time/other_s. Rewards are "score"; the log-probabilities of the
+# reference and of the proximal policy, and advantages, are "prepare".
 PHASES = ("generate", "score", "wait", "prepare", "train", "publish", "eval")
 
 

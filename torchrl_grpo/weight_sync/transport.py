@@ -28,8 +28,9 @@ class Transport(Protocol):
         """Read all weights and send them.
 
         Args:
-            weights: names and tensors in the engine's dtype; read before this returns. They may be read
-                again, for an engine that starts later, while they are those that were published last.
+            weights: names and tensors in the engine's dtype. All are read before this returns. Some
+                transports iterate over them again, for an engine that starts later, until others are
+                published.
             version: number of optimizer steps that produced these weights.
             probe: prompts for which each engine returns its likeliest next tokens with the new weights.
         """
@@ -58,6 +59,7 @@ class SentWeights:
 def concatenate_results(results: Iterable[ProbeResult]) -> ProbeResult:
     """Probe results of several engines as one: their rows are concatenated."""
     listed = list(results)
+    # The weights that an engine was built with are compared in all rows, or in none.
     initial = [result.initial_result for result in listed if result.initial_result is not None]
     return ProbeResult(
         torch.cat([result.token_ids for result in listed]),

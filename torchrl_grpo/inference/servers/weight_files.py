@@ -21,8 +21,8 @@ from torchrl_grpo.inference.pieces import Assembler, Piece
 from torchrl_grpo.inference.servers.transfer_types import Opening
 from torchrl_grpo.runtime.files import shared_files
 
-# Size in bytes of a transfer buffer with its two halves, and largest size of a file. Larger tensors are
-# divided.
+# Size in bytes of a transfer buffer with its two halves (one is filled while the other is read), and largest
+# size of a file. Larger tensors are divided.
 BUCKET_BYTES = 64 * 2**20
 # Every tensor starts at a multiple of this, which any number format can be read from.
 _ALIGNMENT = 64

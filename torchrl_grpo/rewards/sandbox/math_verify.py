@@ -20,7 +20,8 @@ class MathVerifyReward:
     """1.0 for an answer that is mathematically equal to the truth.
 
     The answer is the content of the last closed ``<answer>`` tag. Without such a tag, math_verify searches
-    the whole text. ``env.answer_format`` plays no part, because the ``format`` reward teaches the tags.
+    the whole text. ``env.answer_format`` is not read: a response with or without tags is graded, and the
+    ``format`` reward can ask for them.
 
     Args:
         timeout_s: time limit of one comparison in seconds.
@@ -34,6 +35,7 @@ class MathVerifyReward:
     def __init__(
         self, timeout_s: float, workers: int, isolation: Isolation = Isolation.sandbox, job: str = JOB
     ) -> None:
+        # Each worker calls math_job.prepare() once. Jobs of tests have no prepare().
         setup: dict[str, str] | None = {} if job == JOB else None
         self._pool = WorkerPool(job, workers, timeout_s, isolation=isolation, setup=setup)
 

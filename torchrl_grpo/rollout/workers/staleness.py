@@ -182,14 +182,16 @@ class StalenessTracker:
         """Restore the state returned by :meth:`state_dict`.
 
         Raises:
-            CheckpointError: one of the two runs runs ahead of the trainer, and the other does not.
+            CheckpointError: the checkpoint is of a run of ``grpo-async.py`` with an age above 0 and this run
+                is not, or the reverse.
         """
         # Older checkpoints lack max_age.
         saved_age = state.get("max_age", self.max_age)
         if bool(saved_age) != bool(self.max_age):
-            script = "grpo-async.py" if saved_age else "grpo.py"
+            ahead = f"grpo-async.py and collector.max_policy_age={saved_age}"
+            how = ahead if saved_age else "grpo.py, or with grpo-async.py and collector.max_policy_age=0"
             raise CheckpointError(
-                f"resume: this run was started with {script}; resume it with {script}, or start a new run "
+                f"resume: this run was started with {how}; resume it in the same way, or start a new run "
                 "from its weights with model.name=RUN/checkpoints/STEP/model and without resume"
             )
         self.training_rounds = state["taken"]
