@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import automatic
 from torchrl_grpo.planning.advice import Changes
-from torchrl_grpo.runtime import hardware, rank_env
+from torchrl_grpo.runtime import hardware, rank_env, screen
 from torchrl_grpo.runtime.config_dir import config_dir
 
 if TYPE_CHECKING:
@@ -261,7 +260,7 @@ class GRPOTrainer:
         """Write what the processes of a run read, and send what libraries print to a file."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self._objects.write()
-        with _log_file(self.output_dir / "python.log"):
+        with screen.log_to_file(self.output_dir / "python.log"):
             yield
 
     def _newest(self) -> Path | None:
@@ -364,17 +363,3 @@ def _replaced(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, Mapping):
         return {key: _replaced(item, names) for key, item in value.items()}
     return [_replaced(item, names) for item in value] if isinstance(value, list) else value
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    """Send records of the root logger, and what libraries print, to a file."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        handler.close()

@@ -114,7 +114,7 @@ def write(folder: Path, cfg: Config, base: Base, training: Training) -> None:
 
 def _body(cfg: Config, base: Base, training: Training, has_adapters: bool) -> str:
     how = "supervised fine-tuning" if cfg.train.method == "sft" else "GRPO"
-    what = "LoRA adapters for" if has_adapters else "A model trained from"
+    what = "LoRA adapters for" if has_adapters else "A descendant of"
     parts = [
         f"# {_short(base)}, trained on {_data(cfg)}",
         f"{what} {_code(base.hub_name or base.name)}, trained with {how} by torchrl-grpo for "

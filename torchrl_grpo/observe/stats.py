@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,31 @@ def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
     low = 0.0 if successes == 0 else max(0.0, center - half)
     high = 1.0 if successes == n else min(1.0, center + half)
     return low, high
+
+
+def paired_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
+    """Return the mean difference of pairs, first minus second, and its 95 % interval.
+
+    If all values are 0 or 1, the interval is that of Agresti and Min (2005), which adds half a pair to each
+    of the four cases: it is not empty where all pairs agree. Otherwise it is the mean plus or minus 1.96
+    standard errors.
+
+    Args:
+        pairs: results of two models on the same problems, at least one.
+    """
+    n = len(pairs)
+    mean = sum(first - second for first, second in pairs) / n
+    differences = [first - second for first, second in pairs]
+    if all(value in (0.0, 1.0) for pair in pairs for value in pair):
+        gained, lost = differences.count(1.0) + 0.5, differences.count(-1.0) + 0.5
+        center, size = (gained - lost) / (n + 2), n + 2
+        half = Z_95 * math.sqrt((gained + lost) / size - center**2) / math.sqrt(size)
+        return mean, (max(-1.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
+    if n == 1:
+        return mean, (-math.inf, math.inf)
+    variance = sum((value - mean) ** 2 for value in differences) / (n - 1)
+    half = Z_95 * math.sqrt(variance / n)
+    return mean, (mean - half, mean + half)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -69,6 +69,20 @@ def log_file() -> Path | None:
 
 
 @contextmanager
+def log_to_file(path: Path) -> Iterator[None]:
+    """Send records of the root logger, and what libraries print, to a file."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
 def libraries_to_log(path: Path | None = None) -> Iterator[None]:
     """Send whatever this process and its children print to a file.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -51,6 +52,8 @@ class Evaluator:
         self.seed = cfg.seed
         self.episodes = has_episodes(cfg)
         self.prompts = [render(tokenizer, example)[1] for example in examples]
+        # What is known of each problem after an evaluation.
+        self.rows: list[dict[str, Any]] = []
         longest = cfg.inference_model.max_model_len - cfg.inference_model.max_new_tokens
         for example, prompt in zip(examples, self.prompts, strict=True):
             check_length(example, len(prompt), longest)
@@ -70,6 +73,10 @@ class Evaluator:
         grades = [
             self.grader.grade(texts[0], example)
             for texts, example in zip(greedy[0], self.examples, strict=True)
+        ]
+        self.rows = [
+            {"id": example.id, "response": str(texts[0]), "grade": grade[self.grader.primary]}
+            for example, texts, grade in zip(self.examples, greedy[0], grades, strict=True)
         ]
         weights = [self.grader.weights(example) for example in self.examples]
         metrics: dict[str, float] = {}

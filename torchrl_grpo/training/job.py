@@ -71,6 +71,12 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
     Raises:
         UserError: the data, checkpoint or model is invalid.
     """
+    metrics, _ = evaluate_problems(cfg, resume_from)
+    return metrics
+
+
+def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the metrics of :func:`evaluate`, and for each problem ``id``, ``response`` and ``grade``."""
     if cfg.eval.num_problems == 0:
         raise bad_value("eval.num_problems", 0, "it leaves nothing to evaluate", "eval.num_problems=200")
     # Do not open a run in the user's loggers for an evaluation.
@@ -95,7 +101,7 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
         try:
             session = build_session(job, plan=plan, ranks=ranks)
             try:
-                return session.evaluate_only()
+                return session.evaluate_only(), session.parts.evaluator.rows
             finally:
                 session.close()
         finally:

@@ -1,0 +1,99 @@
+"""``grpo-eval``: the number of a run's own evaluation, and the comparison of two models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+
+from torchrl_grpo.cli.evaluate import main
+from torchrl_grpo.config import Config
+from torchrl_grpo.observe.stats import paired_interval
+
+
+def evaluate(folder: Path, *words: str | Path) -> dict[str, Any]:
+    main([*map(str, words), "--output", str(folder)])
+    return dict(json.loads((folder / "evaluation.json").read_text()))
+
+
+def of_step(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name.startswith("eval/")}
+
+
+@pytest.mark.slow
+def test_a_run_gets_its_own_number_and_is_compared_with_its_base(
+    train: Runner, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *_, last = train("run", eval__reward="bare_number", policy__kl_coef=0.1)
+    results = evaluate(tmp_path / "both", tmp_path / "run", "--against", config.model.name)
+    (after, before) = results["models"].values()
+    assert after["metrics"] == of_step(last) and before["metrics"] == of_step(first)
+    change = last["eval/accuracy"] - first["eval/accuracy"]
+    assert results["difference"]["value"] == pytest.approx(change)
+    low, high = results["difference"]["ci95"]
+    assert low <= change <= high and f"{change:+.3f}" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "both/responses.jsonl").read_text().splitlines()]
+    assert len(rows) == 12 and sum(row["grade"] for row in rows[:6]) / 6 == last["eval/accuracy"]
+    (task,) = json.loads((tmp_path / "both/lm_eval.json").read_text())["results"].values()
+    assert task["acc,none"] == last["eval/accuracy"] and task["acc_stderr,none"] >= 0
+    # A checkpoint, and another task.
+    checkpoint = tmp_path / "run/checkpoints/4"
+    fewer = evaluate(tmp_path / "fewer", checkpoint, "eval.num_problems=3")
+    assert fewer["models"][str(checkpoint)]["metrics"]["eval/num_problems"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.float32
+def test_adapters_are_measured_in_their_run_and_alone(train: Runner, config: Config, tmp_path: Path) -> None:
+    config.train_model.lora.rank = 4
+    *_, last = train("run", eval__reward="bare_number")
+    alone = shutil.copytree(tmp_path / "run/checkpoints/4/model", tmp_path / "alone")
+    results = evaluate(tmp_path / "both", tmp_path / "run", "--against", alone)
+    in_run, apart = (entry["metrics"] for entry in results["models"].values())
+    assert in_run == of_step(last)
+    assert apart["eval/accuracy"] == last["eval/accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere/at/all"], "error: model.name=nowhere/at/all: there is no such folder"),
+        (["empty"], "error: model.name=empty: the folder holds no config.json"),
+        (["run"], "error: run: this run has no complete checkpoint"),
+        (["empty", "--bogus"], "error: command line: unrecognized arguments: --bogus"),
+        (["empty", "eval.num_problem=3"], "error: eval.num_problem=3: there is no key"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith(message)
+    assert not (tmp_path / "evaluations").exists()
+
+
+def test_the_interval_of_a_paired_difference() -> None:
+    # Agresti and Min (2005) for 10 gained, 2 lost of 50: the mean difference with half a pair more in
+    # each of the four cases, and 1.96 of its standard errors.
+    pairs = [(1.0, 0.0)] * 10 + [(0.0, 1.0)] * 2 + [(1.0, 1.0)] * 38
+    mean, (low, high) = paired_interval(pairs)
+    assert mean == pytest.approx(0.16)
+    assert (low, high) == pytest.approx((0.153846 - 0.129306, 0.153846 + 0.129306), abs=1e-5)
+    # Models that agree everywhere may still differ.
+    mean, (low, high) = paired_interval([(1.0, 1.0)] * 20)
+    assert mean == 0.0 and -0.15 < low < 0.0 < high < 0.15
+    mean, (low, high) = paired_interval([(0.5, 0.2), (0.6, 0.4), (0.9, 0.5)])
+    assert mean == pytest.approx(0.3) and low < 0.3 < high

@@ -1,0 +1,138 @@
+"""``grpo-eval``: measure a model on a task, and compare it with another on the same problems.
+
+It evaluates as a run does, so the checkpoint of a run gets the number that the run has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchrl_grpo.checkpoints.run_dir import new_folder
+from torchrl_grpo.cli import model_argument
+from torchrl_grpo.cli.arguments import Parser
+from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.cli.main import compose_job, resolve_job
+from torchrl_grpo.cli.model_argument import ModelArgument
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.models import kind, shape
+from torchrl_grpo.observe import evaluation_files
+from torchrl_grpo.observe.evaluation_files import Measured
+from torchrl_grpo.runtime import screen
+from torchrl_grpo.runtime.files.closed_output import quiet_end
+from torchrl_grpo.runtime.package_versions import VERSION
+
+
+@quiet_end()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        argv: arguments; those of this process by default.
+
+    Raises:
+        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM.
+    """
+    with exit_codes():
+        args = _parser().parse_intermixed_args(argv)
+        names = [args.model, *([] if args.against is None else [args.against])]
+        models = [model_argument.read(name) for name in names]
+        cfg = _task(args, models[0])
+        with tempfile.TemporaryDirectory() as temporary:
+            configs = [
+                model_argument.with_model(cfg, model, Path(temporary) / str(number))
+                for number, model in enumerate(models)
+            ]
+            for each in configs:
+                shape.check_available(each.model)
+                kind.check_kind(each.model)
+            folder = new_folder(args.output or Path(time.strftime("evaluations/%Y-%m-%d/%H-%M-%S")))
+            with screen.log_to_file(folder / "eval.log"):
+                measured = [_measure(each, model) for each, model in zip(configs, models, strict=True)]
+        evaluation_files.write(folder, cfg.env.dataset, dataclasses.asdict(cfg), measured)
+        sys.stdout.write(f"{_table(measured)}\nWritten to {folder.resolve()}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="grpo-eval",
+        allow_abbrev=False,
+        description="Measure a model on held-out problems. Without --config-name, a run is measured on its "
+        "own task.",
+    )
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="run, folder or hub name")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys, as for the training command")
+    parser.add_argument("--against", metavar="OTHER", help="model to compare with, on the same problems")
+    parser.add_argument("--config-name", "-cn", help="primary configuration of the task")
+    parser.add_argument("--config-dir", "-cd", type=Path, help="folder with configurations of your own")
+    parser.add_argument(
+        "--output", type=Path, help="new folder for the results (evaluations/DATE/TIME by default)"
+    )
+    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
+    return parser
+
+
+def _task(args: argparse.Namespace, model: ModelArgument) -> Config:
+    """Return the configuration of the task: that of the command line, or else that of the run."""
+    own = None if model.checkpoint is None else model_argument.config_of(model.checkpoint)
+    if own is None or args.config_name is not None:
+        words = [] if own is None else [f"model.name={own.model.name}"]
+        cfg = compose_job([*words, *args.overrides], args.config_name or "grpo_gsm8k", args.config_dir)
+    elif args.overrides:
+        from omegaconf import DictConfig, OmegaConf
+
+        node = OmegaConf.merge(
+            OmegaConf.create(dataclasses.asdict(own)), OmegaConf.from_dotlist(args.overrides)
+        )
+        assert isinstance(node, DictConfig)
+        cfg = resolve_job(node, lambda parsed: None)
+    else:
+        cfg = own
+    cfg = _without_training(cfg)
+    check_installed(cfg)
+    return cfg
+
+
+def _without_training(cfg: Config) -> Config:
+    """Return a configuration that needs one process, and no reference model."""
+    train = replace(
+        cfg.train_model, num_devices="auto", devices=None, parallelism=Config().train_model.parallelism
+    )
+    return replace(
+        cfg,
+        train_model=train,
+        policy=replace(cfg.policy, kl_coef=0.0, kl_target=None),
+        ref_model=replace(cfg.ref_model, num_devices="auto", devices=None),
+    )
+
+
+def _measure(cfg: Config, model: ModelArgument) -> Measured:
+    from torchrl_grpo.training import job
+
+    metrics, rows = job.evaluate_problems(cfg, model.checkpoint)
+    return Measured(model.text, metrics, rows)
+
+
+def _table(models: Sequence[Measured]) -> str:
+    what = "accuracy" if "eval/accuracy" in models[0].metrics else "reward"
+    lines = ["", f"held-out {what}, {len(models[0].rows)} problems"]
+    for model in models:
+        value, bounds = model.primary
+        lines.append(f"  {value:.3f}   {_interval(bounds, '')}   {model.name}")
+    if len(models) == 2:
+        mean, bounds = evaluation_files.difference(*models)
+        lines.append(f"  {mean:+.3f}  {_interval(bounds, '+')}  difference, on the same problems")
+    return "\n".join(lines)
+
+
+def _interval(bounds: tuple[float, float] | None, sign: str) -> str:
+    if bounds is None:
+        return ""
+    return f"(95 % interval {bounds[0]:{sign}.3f} to {bounds[1]:{sign}.3f})"

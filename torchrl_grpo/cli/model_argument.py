@@ -1,0 +1,143 @@
+"""The models that ``grpo-eval`` and ``grpo-chat`` take: runs, checkpoints, folders, adapters, hub names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.checkpoints.run_dir import MANIFEST, complete_checkpoints, holds_run, is_step
+from torchrl_grpo.config import Config, parse
+from torchrl_grpo.errors import CheckpointError, ModelError, first_line
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.schema import ModelConfig
+
+_ADAPTERS = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class ModelArgument:
+    """A model that the user named.
+
+    Attributes:
+        text: what the user wrote.
+        checkpoint: the checkpoint that it is of; None for any other folder, and for a hub name.
+    """
+
+    text: str
+    checkpoint: Path | None
+
+    @property
+    def folder(self) -> str:
+        """Folder or hub name with the whole model, or with adapters."""
+        if self.checkpoint is None:
+            return self.text
+        merged = self.checkpoint / "merged"
+        return str(merged if merged.is_dir() else self.checkpoint / "model")
+
+
+def read(text: str) -> ModelArgument:
+    """Find the checkpoint that an argument names, if it names one.
+
+    Raises:
+        CheckpointError: it is a run without a complete checkpoint.
+    """
+    path = Path(text).expanduser()
+    for folder in (path, path.parent):
+        if is_step(folder.resolve().name) and (folder / MANIFEST).is_file():
+            return ModelArgument(text, folder)
+    run = path.parent if path.name == "checkpoints" else path
+    if complete := complete_checkpoints(run):
+        return ModelArgument(text, complete[-1])
+    if path.is_dir() and holds_run(run):
+        raise CheckpointError(
+            f"{text}: this run has no complete checkpoint; write the name of a model instead"
+        )
+    return ModelArgument(text, None)
+
+
+def config_of(checkpoint: Path) -> Config:
+    """Return the configuration that a checkpoint was written with.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = checkpoint / "config.yaml"
+    try:
+        node = OmegaConf.load(path)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); write --config-name") from error
+    # What it stood for is in the other keys.
+    assert isinstance(node, DictConfig)
+    node.update({"resume": None, "dry_run": False, "allocation_mode": None})
+    return parse(node)
+
+
+def with_model(cfg: Config, model: ModelArgument, merged: Path) -> Config:
+    """Return a configuration for the model that the user named.
+
+    Args:
+        cfg: configuration of the task.
+        model: the model.
+        merged: new folder for a model that adapters are merged into.
+
+    Raises:
+        ModelError: the adapters cannot be loaded.
+    """
+    if model.checkpoint is not None:
+        own = config_of(model.checkpoint)
+        of_model = replace(own.model, cache_dir=cfg.model.cache_dir or own.model.cache_dir)
+        lora, quantization = own.train_model.lora, own.train_model.quantization
+        train_model = replace(cfg.train_model, lora=lora, quantization=quantization)
+        return replace(cfg, model=of_model, train_model=train_model)
+    name = model.text
+    if has_adapters(name, cfg.model):
+        merge(name, merged, cfg.model.trust_remote_code)
+        name = str(merged)
+    usual = Config().train_model
+    train_model = replace(cfg.train_model, lora=usual.lora, quantization=usual.quantization)
+    return replace(cfg, model=replace(cfg.model, name=name), train_model=train_model)
+
+
+def has_adapters(name: str, cfg: ModelConfig) -> bool:
+    """Whether a folder or a hub name holds adapters, and no whole model."""
+    import huggingface_hub
+
+    from torchrl_grpo.runtime import hub
+
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return (path / _ADAPTERS).is_file()
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return False
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, _ADAPTERS, cache_dir=cfg.cache_dir), str):
+        return True
+    return hub.why_unreachable() is None and huggingface_hub.file_exists(name, _ADAPTERS)
+
+
+def merge(name: str, folder: Path, trust_remote_code: bool) -> None:
+    """Write the model that adapters and their base model are together, in float32.
+
+    Raises:
+        ModelError: they cannot be loaded.
+    """
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    try:
+        adapted = AutoPeftModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"{name}: these adapters cannot be loaded ({first_line(error)}); write the name of a whole model"
+        ) from error
+    adapted.merge_and_unload().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

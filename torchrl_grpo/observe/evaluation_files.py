@@ -1,0 +1,111 @@
+"""What ``grpo-eval`` writes: its results, the responses, and the results in the form of lm-eval."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.observe.metrics import jsonable
+from torchrl_grpo.observe.stats import paired_interval
+from torchrl_grpo.runtime.package_versions import versions
+
+RESULTS, RESPONSES, LM_EVAL = "evaluation.json", "responses.jsonl", "lm_eval.json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An evaluated model.
+
+    Attributes:
+        name: what the user wrote.
+        metrics: the metrics ``eval/*``.
+        rows: a mapping for each held-out problem, with ``id`` and ``grade``.
+    """
+
+    name: str
+    metrics: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]] = field(repr=False)
+
+    @property
+    def primary(self) -> tuple[float, tuple[float, float] | None]:
+        """Accuracy, or the mean of what grades, with its 95 % interval."""
+        name = "eval/accuracy" if "eval/accuracy" in self.metrics else "eval/primary"
+        bounds = [self.metrics.get(f"{name}_{end}") for end in ("low", "high")]
+        low, high = bounds
+        return self.metrics[name], None if low is None or high is None else (low, high)
+
+
+def difference(model: Measured, other: Measured) -> tuple[float, tuple[float, float]]:
+    """Return the mean difference of two models on the same problems, and its paired 95 % interval."""
+    grades = [{row["id"]: row["grade"] for row in each.rows} for each in (model, other)]
+    assert grades[0].keys() == grades[1].keys(), "the problems are those of one configuration"
+    return paired_interval([(grades[0][id], grades[1][id]) for id in grades[0]])
+
+
+def write(folder: Path, task: str, config: Mapping[str, Any], models: Sequence[Measured]) -> None:
+    """Write the three files.
+
+    Args:
+        folder: existing folder.
+        task: name of the task.
+        config: configuration of the evaluation.
+        models: one model, or two to compare.
+    """
+    entries: dict[str, Any] = {"task": task, "models": {}, "versions": versions()}
+    for model in models:
+        value, bounds = model.primary
+        entries["models"][model.name] = {"value": value, "ci95": bounds, "metrics": model.metrics}
+    if len(models) == 2:
+        mean, bounds = difference(*models)
+        entries["difference"] = {"value": mean, "ci95": bounds}
+    entries["config"] = config
+    _write(folder / RESULTS, entries)
+    with (folder / RESPONSES).open("w") as file:
+        for model in models:
+            file.writelines(f"{json.dumps({'model': model.name, **jsonable(row)})}\n" for row in model.rows)
+    _write(folder / LM_EVAL, lm_eval(task, config, models[0]))
+
+
+def lm_eval(task: str, config: Mapping[str, Any], model: Measured) -> dict[str, Any]:
+    """Return the results of a model as ``lm_eval --output_path`` writes them."""
+    count = len(model.rows)
+    results: dict[str, Any] = {"alias": task}
+    for name, value in model.metrics.items():
+        short = name.removeprefix("eval/")
+        if short.endswith(("_low", "_high")):
+            continue
+        is_primary = name in ("eval/accuracy", "eval/primary")
+        # lm-eval calls it so.
+        short = {"accuracy": "acc"}.get(short, short)
+        results[f"{short},none"] = value
+        results[f"{short}_stderr,none"] = _standard_error(model) if is_primary else "N/A"
+    return {
+        "results": {task: results},
+        "group_subtasks": {task: []},
+        "configs": {task: {"task": task, "metadata": {"torchrl_grpo": config}}},
+        "versions": {task: versions()["torchrl-grpo"]},
+        "n-shot": {task: 0},
+        "higher_is_better": {task: {"acc": True}},
+        "n-samples": {task: {"original": count, "effective": count}},
+        "config": {"model": "torchrl-grpo", "model_args": f"pretrained={model.name}", "gen_kwargs": {}},
+        "model_name": model.name,
+        "model_source": "torchrl-grpo",
+        "date": time.time(),
+    }
+
+
+def _standard_error(model: Measured) -> float | str:
+    values = [row["grade"] for row in model.rows]
+    if len(values) < 2:
+        return "N/A"
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def _write(path: Path, entries: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
