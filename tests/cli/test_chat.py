@@ -1,0 +1,118 @@
+"""``grpo-chat``: conversations of two models, and what of their answers reaches the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo.cli import chat
+from torchrl_grpo.runtime.printable import printable
+
+
+@pytest.fixture(autouse=True)
+def loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what transformers says for the tests that follow in this process."""
+    monkeypatch.setattr(chat, "_quiet", lambda: None)
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, *words: str) -> str:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    chat.main([*words, "--max-new-tokens", "4"])
+    return capsys.readouterr().out
+
+
+def test_each_model_answers_in_its_own_conversation(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[tuple[str, list[str]]] = []
+    honest = chat.Speaker.answer
+
+    def answer(self: chat.Speaker, text: str, *rest: object) -> None:
+        heard.append((self.name, [message["content"] for message in self.messages]))
+        honest(self, text, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chat.Speaker, "answer", answer)
+    model = str(tiny_model_dir)
+    out = talk(monkeypatch, capsys, "one\n\ntwo\n/reset\nthree\n/quit\nfour\n", model, "--base", model)
+    lines = [line for line in out.split("\n") if line.startswith(("model> ", "base> "))]
+    assert [line.partition(">")[0] for line in lines] == ["model", "base"] * 3
+    assert [name for name, _ in heard] == ["model", "base"] * 3
+    before = [messages for name, messages in heard if name == "model"]
+    assert before[0] == before[2] == [] and before[1][0] == "one" and len(before[1]) == 2
+    # Greedy, so that the same question has the same answer.
+    again = talk(monkeypatch, capsys, "one\n", model)
+    assert out.startswith(again.rstrip("\n"))
+
+
+def test_what_a_terminal_would_obey_does_not_reach_it(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(self: chat.Speaker, text: str, options: object, show: object) -> None:
+        assert callable(show)
+        show("a\x1b]52;c;ZXZpbA==\x07b\x1b[2J")
+        show("\rc\x9b1m\u202ed\n\tä👩\u200d🔬")
+
+    monkeypatch.setattr(chat.Speaker, "answer", answer)
+    out = talk(monkeypatch, capsys, "hi\n", str(tiny_model_dir))
+    assert out == "model> a]52;c;ZXZpbA==b[2Jc1md\n\tä👩\u200d🔬\n"
+    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    assert not any(
+        ord(char) < 32 or 127 <= ord(char) < 160 for char in printable(every) if char not in "\n\t"
+    )
+
+
+def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_was_shown(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def stop(piece: str) -> None:
+        shown.append(piece)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "_show", stop)
+    remembered: list[str] = []
+    honest = chat.Speaker.answer
+
+    def answer(self: chat.Speaker, *rest: object) -> None:
+        try:
+            honest(self, *rest)  # type: ignore[arg-type]
+        finally:
+            remembered.append(self.messages[-1]["content"])
+
+    monkeypatch.setattr(chat.Speaker, "answer", answer)
+    assert talk(monkeypatch, capsys, "hi\nho\n", str(tiny_model_dir)).count("model> \n") == 2
+    assert remembered == shown and len(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["MODEL", "--base"], "error: --base: MODEL is no run, so write the base model: --base MODEL\n"),
+        (["nowhere/at/all"], "error: model.name=nowhere/at/all: there is no such folder"),
+        (["MODEL", "--bas"], "error: command line: unrecognized arguments: --bas; write --base instead"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], message: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_model_dir)
+    with pytest.raises(SystemExit) as stopped:
+        chat.main([word.replace("MODEL", model) for word in words])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1
+    assert error.startswith(message.replace("MODEL is", f"{model} is"))
+
+
+def test_a_folder_of_adapters_is_told_from_a_model(tmp_path: Path, tiny_model_dir: Path) -> None:
+    from torchrl_grpo.cli.model_argument import has_adapters
+    from torchrl_grpo.config.schema import ModelConfig
+
+    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
+    assert has_adapters(str(tmp_path), ModelConfig())
+    assert not has_adapters(str(tiny_model_dir), ModelConfig())
+    assert not has_adapters("smollm2-135m", ModelConfig()) and not has_adapters("me/mine", ModelConfig())

@@ -1,0 +1,230 @@
+"""``grpo-chat``: talk with a model in the terminal, beside its base model if that is wanted.
+
+It loads models with transformers, in this process. What a model writes is shown without control characters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_grpo.cli import model_argument
+from torchrl_grpo.cli.arguments import Parser
+from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.cli.model_argument import ModelArgument
+from torchrl_grpo.config.schema import ModelConfig
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.models import kind, shape
+from torchrl_grpo.runtime.files.closed_output import quiet_end
+from torchrl_grpo.runtime.package_versions import VERSION
+from torchrl_grpo.runtime.printable import printable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+_HELP = "/reset begins a new conversation, /quit ends (or Ctrl-D); Ctrl-C stops a response"
+
+
+@quiet_end()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        argv: arguments; those of this process by default.
+
+    Raises:
+        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM.
+    """
+    with exit_codes():
+        args = _parser().parse_args(argv)
+        _quiet()
+        model = model_argument.read(args.model)
+        with tempfile.TemporaryDirectory() as temporary:
+            speakers = [_speaker(args, model, "model", Path(temporary) / "model")]
+            if args.base is not None:
+                base = model_argument.read(args.base or _base_of(model))
+                speakers.append(_speaker(args, base, "base", Path(temporary) / "base"))
+            _talk(speakers, args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="grpo-chat", allow_abbrev=False, description="Talk with a model in the terminal.", epilog=_HELP
+    )
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="run, folder or hub name")
+    parser.add_argument(
+        "--base",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="also show the answers of this model, by default of the one that the run began with",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message (by default that of the run)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest response (default: 512)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampled responses")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
+    return parser
+
+
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _base_of(model: ModelArgument) -> str:
+    if model.checkpoint is None:
+        raise ConfigError(f"--base: {model.text} is no run, so write the base model: --base MODEL")
+    return model_argument.config_of(model.checkpoint).model.name
+
+
+@dataclass
+class Speaker:
+    """A model in a conversation of its own.
+
+    Attributes:
+        name: name on the screen.
+        model: the model.
+        tokenizer: its tokenizer.
+        system: system message; None for none.
+        messages: the conversation so far, without the system message.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, text: str, options: dict[str, Any], show: Callable[[str], None]) -> None:
+        """Answer a message, and remember both.
+
+        Args:
+            text: message of the user.
+            options: options of ``generate``.
+            show: function that is called with each piece of the answer.
+
+        Raises:
+            KeyboardInterrupt: the user has stopped the answer, of which the shown part is remembered.
+        """
+        import torch
+
+        from torchrl_grpo.envs.chat import render
+        from torchrl_grpo.models.loading import end_token_ids
+
+        self.messages.append({"role": "user", "content": text})
+        start = [] if self.system is None else [{"role": "system", "content": self.system}]
+        _, tokens = render(self.tokenizer, Example("chat", [*start, *self.messages]))
+        pieces: list[str] = []
+
+        def keep(piece: str) -> None:
+            pieces.append(piece)
+            show(piece)
+
+        try:
+            with torch.inference_mode():
+                prompt = torch.tensor([tokens], device=self.model.device)
+                self.model.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    streamer=_streamer(self.tokenizer, keep),
+                    eos_token_id=end_token_ids(self.model, self.tokenizer),
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    **options,
+                )
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> Any:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _speaker(args: argparse.Namespace, named: ModelArgument, label: str, merged: Path) -> Speaker:
+    import torch
+
+    from torchrl_grpo.models import loading
+    from torchrl_grpo.models.precision import resolve_dtype
+
+    cfg = ModelConfig(name=named.folder, trust_remote_code=args.trust_remote_code)
+    system = args.system
+    if named.checkpoint is not None:
+        own = model_argument.config_of(named.checkpoint)
+        # Its template may be one that the tokenizer does not have.
+        cfg = replace(cfg, chat_template=own.model.chat_template)
+        system = own.env.system_prompt if system is None else system
+    if model_argument.has_adapters(cfg.name, cfg):
+        model_argument.merge(cfg.name, merged, cfg.trust_remote_code)
+        cfg = replace(cfg, name=str(merged))
+    shape.check_available(cfg)
+    kind.check_kind(cfg)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = loading.resolve(cfg)
+    tokenizer = loading.load_tokenizer(source, cfg)
+    model = loading.load_model(
+        source, cfg, device, resolve_dtype("auto", device), instead="choose a smaller one"
+    )
+    return Speaker(label, model, tokenizer, system)
+
+
+def _talk(speakers: Sequence[Speaker], args: argparse.Namespace) -> None:
+    import torch
+
+    sampled = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
+    greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    options |= sampled if args.temperature > 0 else greedy
+    torch.manual_seed(args.seed)
+    if sys.stdin.isatty():
+        sys.stdout.write(f"{_HELP}\n")
+    for line in _lines():
+        text = line.strip()
+        if text == "/quit":
+            return
+        if text == "/reset":
+            for speaker in speakers:
+                speaker.messages.clear()
+        elif text:
+            for speaker in speakers:
+                sys.stdout.write(f"{speaker.name}> ")
+                with contextlib.suppress(KeyboardInterrupt):
+                    speaker.answer(text, options, _show)
+                sys.stdout.write("\n")
+
+
+def _lines() -> Iterator[str]:
+    """Yield what the user writes, until the end of the input."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        # Arrow keys, and earlier lines.
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("you> ")
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+
+
+def _show(piece: str) -> None:
+    sys.stdout.write(printable(piece))
+    sys.stdout.flush()
