@@ -64,6 +64,8 @@ BAD: list[tuple[str, str]] = [
     ("optimizer.lr=[1", "bracket"),
     ("optimizer.lr=1,2", "--multirun"),
     ("model=gpt2", "write model.name=gpt2 instead"),
+    ("hub.push=mine", "write hub.push=ORG/NAME"),
+    ("hub.private=false", "only read if hub.push is not null"),
     # types
     ("train.epochs=many", "a whole number"),
     ("train.epochs=1.5", "a whole number"),

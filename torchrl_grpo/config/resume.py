@@ -10,6 +10,7 @@ FREE_KEYS = (
     "dry_run",
     "allocation_mode",
     "logging",
+    "hub",
     "checkpoint",
     "train.checkpoint_frequency",
     "train.max_skipped_steps",

@@ -282,6 +282,20 @@ class LoggingConfig:
 
 
 @dataclass
+class HubConfig:
+    """Upload to the Hugging Face hub."""
+
+    push: str | None = key(
+        None,
+        "Repository ORG/NAME that gets the model of the last checkpoint with its card, when the run has "
+        "ended; null uploads nothing.",
+    )
+    private: bool = key(
+        True, "Make that repository a private one, if it does not exist.", only_with="hub.push"
+    )
+
+
+@dataclass
 class Config:
     """Configuration of a run."""
 
@@ -314,6 +328,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
 
 
 @functools.cache

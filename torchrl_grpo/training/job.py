@@ -23,6 +23,7 @@ from torchrl_grpo.config.derived import with_total_turns
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, WorkersLost
+from torchrl_grpo.models import hub_upload
 from torchrl_grpo.planning import preflight, resolve
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
@@ -147,9 +148,12 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
             checkpoint.check_same_run(resume_from, cfg)
         problems = problems or data.load(cfg)
         plan = preflight.announce(cfg, asynchronous)
+        hub_upload.check(cfg)
         for sentence in schedule.unreached(with_total_turns(cfg, len(problems.train)), len(problems.train)):
             sys.stderr.write(f"warning: {sentence}\n")
-        return _prepare_and_train(cfg, run_dir, problems, resume_from=resume_from, plan=plan)
+        summary = _prepare_and_train(cfg, run_dir, problems, resume_from=resume_from, plan=plan)
+        hub_upload.upload(cfg, run_dir / "checkpoints" / str(summary["steps"]))
+        return summary
 
 
 def _prepare_and_train(

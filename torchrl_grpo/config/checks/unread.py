@@ -30,6 +30,7 @@ _TURNED_ON = {
     "policy.kl_target": "policy.kl_target=0.1",
     "policy.entropy_target": "policy.entropy_target=1.0",
     "train_model.lora.rank": "train_model.lora.rank=16",
+    "hub.push": "hub.push=ORG/NAME",
     "ref_model.refresh_frequency": "ref_model.refresh_frequency=100",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -64,6 +65,8 @@ def validate(cfg: Config) -> None:
     check_transfer(cfg)
     check_engine_args(cfg)
     _check_logging(cfg)
+    if cfg.hub.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.hub.push, re.ASCII):
+        raise bad_value("hub.push", cfg.hub.push, "it is no name of a repository", "hub.push=ORG/NAME")
 
 
 def check_installed(cfg: Config) -> None:
