@@ -198,9 +198,9 @@ def test_written_texts_are_composed_unchanged() -> None:
     ]
     with composer(ROOT / "config", "grpo_gsm8k") as tree:
         (overrides,) = tree.jobs(words, sweep=False)
-        node = OmegaConf.to_container(tree.compose(overrides).node, resolve=True)
-    assert node["env"]["system_prompt"] == "Answer in \\boxed{}."
-    assert node["inference_model"]["engine_args"]["texts"] == texts
+        node = tree.compose(overrides).node
+        assert node.env.system_prompt == "Answer in \\boxed{}."
+        assert list(node.inference_model.engine_args.texts) == texts
 
 
 @pytest.mark.parametrize("text", ["it\\'s", 'say "{`a`$b', "[${a}\\"])
