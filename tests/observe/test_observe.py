@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.machinery
 import io
 import json
 import math
@@ -14,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -608,6 +610,85 @@ def test_tensorboard_logger_and_its_resume(tmp_path: Path) -> None:
         (3, 1.5),
         (4, 2.0),
     ]
+
+
+ROLLOUTS = [
+    {"group_id": 0, "prompt": "<b>2+2?", "response": f"<i>{n}\n# x", "reward": n / 2, "advantage": 0.0}
+    | {"rewards": {"right": n / 2} | ({"long": 1.0} if n else {})}
+    for n in range(100)
+]
+
+
+def test_tensorboard_shows_the_first_responses_as_they_are(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = build(config("tensorboard"), tmp_path)
+    loggers.log_rollouts(ROLLOUTS, 3)
+    loggers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "exp")).Reload()
+    (event,) = events.Tensors("rollouts/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 3 and text.count("response, reward") == 4
+    # Indented, so that it is neither Markdown nor HTML.
+    assert "response, reward 0.5:\n\n    <i>1\n    # x" in text and "\n    <b>2+2?" in text
+
+
+def test_wandb_shows_the_first_responses_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    loggers = build(config("wandb"), tmp_path)
+    loggers.log_rollouts(ROLLOUTS, 3)
+    loggers.close()
+    # It keeps these variables for the next run of the process.
+    wandb.teardown()
+    (file,) = (tmp_path / "wandb").rglob("rollouts*.table.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == [
+        *("group_id", "prompt", "response", "reward", "advantage", "reward/long", "reward/right")
+    ]
+    assert len(table["data"]) == 64
+    assert table["data"][1] == [0, "<b>2+2?", "<i>1\n# x", 0.5, 0.0, 1.0, 0.5]
+    assert table["data"][0][-2:] == [None, 0.0]
+
+
+def test_trackio_shows_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrl.record.loggers import trackio as of_torchrl
+
+    logged: list[tuple[dict[str, Any], int]] = []
+    starts: list[dict[str, Any]] = []
+
+    class Run:
+        config: ClassVar[dict[str, Any]] = {}
+
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            logged.append((metrics, step))
+
+        def finish(self) -> None:
+            logged.append(({}, -1))
+
+    def init(**options: Any) -> Run:
+        starts.append(options)
+        return Run()
+
+    # The package is large, and only those install it who use it.
+    fake = types.ModuleType("trackio")
+    fake.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    vars(fake).update(init=init, Table=lambda columns, data: (columns, data))
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.setattr(of_torchrl, "_has_trackio", True)
+    for _ in range(2):
+        loggers = build(config("trackio"), tmp_path)
+        loggers.log_scalars({"reward/mean": 0.5}, 1)
+        loggers.log_rollouts(ROLLOUTS, 3)
+        loggers.close()
+    (numbers, first), (table, second), *_ = logged
+    assert (numbers, first, second) == ({"reward/mean": 0.5}, 1, 3)
+    assert table["rollouts"][0][:3] == ["group_id", "prompt", "response"] and len(table["rollouts"][1]) == 64
+    # A resumed run goes on in its own.
+    assert starts[0] == starts[1] and starts[0]["name"].startswith("exp-") and starts[0]["resume"] == "allow"
+    assert sum(step == -1 for _, step in logged) == 2
 
 
 def test_wandb_is_told_entity_group_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

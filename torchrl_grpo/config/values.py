@@ -80,7 +80,7 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
     "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
 }
 # Values of logging.backends -> the packages that they need.
-LOGGERS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+LOGGERS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 

@@ -1,7 +1,7 @@
-"""Builds additional loggers by name, with TorchRL: CSV, TensorBoard, Weights & Biases.
+"""Builds additional loggers by name, with TorchRL: CSV, TensorBoard, Weights & Biases, trackio.
 
 A run always writes ``metrics.jsonl``. These loggers serve the tools that users already have. This module does
-not support videos, histograms, or TorchRL's MLflow and Trackio loggers.
+not support videos, histograms, or TorchRL's MLflow logger.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import textwrap
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import LoggingConfig
+from torchrl_grpo.config.values import LOGGERS
 from torchrl_grpo.errors import CheckpointError, ConfigError, first_line
 from torchrl_grpo.observe import wandb_login
 from torchrl_grpo.runtime.files.shared_files import read_regular, replace
@@ -25,8 +27,10 @@ from torchrl_grpo.runtime.files.shared_files import read_regular, replace
 if TYPE_CHECKING:
     from torchrl.record.loggers import Logger
 
-_NEEDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-"""Backend to the package it needs beyond TorchRL."""
+# Name of the responses in a logger.
+ROLLOUTS_NAME = "rollouts"
+# Responses of a round that a table shows, and that TensorBoard shows as texts. All are in rollouts.jsonl.
+_TABLE_ROWS, _TEXTS = 64, 4
 # Seconds that W&B's server has to start a run.
 _WANDB_START_S = 30
 
@@ -65,6 +69,28 @@ class Loggers:
         for logger in self.loggers:
             logger.log_metrics(numbers, step=step)
 
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Show responses where a logger can: as a table in W&B and trackio, as texts in TensorBoard.
+
+        Args:
+            rows: lines of ``rollouts.jsonl`` of one round. Only the first are shown.
+            step: number of the optimizer step.
+        """
+        for name, logger in zip(self.places, self.loggers, strict=False):
+            if name == "wandb":
+                import wandb
+
+                table = wandb.Table(**_table(rows[:_TABLE_ROWS]))
+                logger.log_metrics({ROLLOUTS_NAME: table}, step=step)
+            elif name == "trackio":
+                import trackio
+
+                table = trackio.Table(**_table(rows[:_TABLE_ROWS]))
+                logger.experiment.log({ROLLOUTS_NAME: table}, step=step)
+            elif name == "tensorboard":
+                texts = "\n\n".join(map(_as_markdown, rows[:_TEXTS]))
+                logger.experiment.add_text(ROLLOUTS_NAME, texts, step)
+
     def close(self) -> None:
         """Flush and close every logger. A second call does nothing."""
         while self.loggers:
@@ -88,11 +114,11 @@ def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None 
     """
     names = list(dict.fromkeys(cfg.logging.backends))
     for name in names:
-        if name not in _NEEDS:
+        if name not in LOGGERS:
             raise ConfigError(
-                f"logging.backends holds {name!r}, which is no logger; choose from {', '.join(_NEEDS)}."
+                f"logging.backends holds {name!r}, which is no logger; choose from {', '.join(LOGGERS)}."
             )
-        package = _NEEDS[name]
+        package = LOGGERS[name]
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"logging.backends holds {name!r}, but the package {package} is not installed: run "
@@ -110,6 +136,8 @@ def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None 
             logger: Logger = _csv(root / name, experiment, resume_step)
         elif name == "tensorboard":
             logger = _tensorboard(root / name, experiment, resume_step)
+        elif name == "trackio":
+            logger = _trackio(root / name, experiment, cfg.logging)
         else:
             logger = _wandb(root / name, experiment, cfg.logging, notes)
         logger.log_hparams(hparams)
@@ -117,7 +145,7 @@ def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None 
     return Loggers(loggers, places, notes)
 
 
-# The next three functions import TorchRL locally: the import takes seconds, and most runs select no logger.
+# The next four functions import TorchRL locally: the import takes seconds, and most runs select no logger.
 
 
 def _csv(folder: Path, experiment: str, resume_step: int | None) -> Logger:
@@ -161,11 +189,6 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
     from torchrl.record.loggers import WandbLogger
     from wandb.errors import Error
 
-    folder.mkdir(parents=True, exist_ok=True)
-    # A run folder keeps one W&B run across all resumptions.
-    id_file = folder / "run_id"
-    if not id_file.exists():
-        replace(id_file, uuid.uuid4().hex[:12])
     # Omit settings that are not given, so that W&B's environment variables apply.
     settings = {"entity": logging.entity, "group": logging.group, "tags": logging.tags}
     options: dict[str, Any] = {name: value for name, value in settings.items() if value}
@@ -173,7 +196,7 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
         WandbLogger,
         exp_name=experiment,
         save_dir=folder,
-        id=read_regular(id_file).decode(),
+        id=_run_id(folder),
         project=logging.project,
         **options,
     )
@@ -191,6 +214,22 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
     return logger
 
 
+def _trackio(folder: Path, experiment: str, logging: LoggingConfig) -> Logger:
+    from torchrl.record.loggers.trackio import TrackioLogger
+
+    # It continues a run of the same name, and run folders of two days may have the same.
+    return TrackioLogger(exp_name=f"{experiment}-{_run_id(folder)[:6]}", project=logging.project)
+
+
+def _run_id(folder: Path) -> str:
+    """Return the id of the run in a logger's folder, which stays the same in all resumptions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    id_file = folder / "run_id"
+    if not id_file.exists():
+        replace(id_file, uuid.uuid4().hex[:12])
+    return read_regular(id_file).decode()
+
+
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
     """Flatten nested dictionaries to dotted keys, and convert values that TensorBoard rejects to text."""
     flat: dict[str, int | float | str | bool] = {}
@@ -201,3 +240,19 @@ def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, int | float
         else:
             flat[name] = value if isinstance(value, int | float | str | bool) else str(value)
     return flat
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return columns and data of a table of responses, with a column for each reward."""
+    names = sorted({name for row in rows for name in row["rewards"]})
+    plain = ["group_id", "prompt", "response", "reward", "advantage"]
+    data = [[row[name] for name in plain] + [row["rewards"].get(name) for name in names] for row in rows]
+    return {"columns": plain + [f"reward/{name}" for name in names], "data": data}
+
+
+def _as_markdown(row: Mapping[str, Any]) -> str:
+    """Return a response for TensorBoard, which reads Markdown; indented text is shown as it is."""
+    parts = ("prompt", row["prompt"]), (f"response, reward {row['reward']:g}", row["response"])
+    return "\n\n".join(
+        f"{title}:\n\n{textwrap.indent(text, '    ', lambda _: True)}" for title, text in parts
+    )

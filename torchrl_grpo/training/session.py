@@ -271,6 +271,7 @@ class Session:
         if self.outputs.rollouts is not None:
             rows = rollout_rows(round_, self.parts.buffer.contents())
             self.outputs.rollouts.write(self.counters.step + 1, rows)
+            self.outputs.loggers.log_rollouts(rows, self.counters.step + 1)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step."""
