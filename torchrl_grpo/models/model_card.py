@@ -89,10 +89,11 @@ def _own_card(name: str, folder: Path | None, is_path: bool) -> CardData | None:
     elif is_path or hub.why_unreachable() is not None:
         return None
     try:
-        return ModelCard.load(source).data
+        data: CardData = ModelCard.load(source).data
     # The types depend on the library's HTTP client and its YAML. A model may have no card, or a damaged one.
     except Exception:  # noqa: BLE001
         return None
+    return data
 
 
 def write(folder: Path, cfg: Config, base: Base, training: Training) -> None:
