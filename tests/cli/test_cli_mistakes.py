@@ -460,7 +460,7 @@ BAD: list[tuple[str, str]] = [
     ("env=ifeval reward.weights.gsm8k=1", "cannot judge env.dataset=ifeval"),
     # resume
     ("resume=auto", "no run below"),
-    ("resume=nowhere", "no complete checkpoint"),
+    ("resume=nowhere", "resume=nowhere: there is no such folder"),
     ("hydra.run.dir=nowhere resume=auto", "nowhere has no complete checkpoint"),
     ("--multirun resume=auto optimizer.lr=1e-4,1e-5", "a sweep cannot be resumed"),
     # sweeps: every job is looked at before the first starts

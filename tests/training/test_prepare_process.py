@@ -83,6 +83,7 @@ def allocator_of_ray(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_only_this_process_has_segments_that_grow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(CONF)
     _prepare_process(*planned(2))
     assert allocator_of_a_server(tmp_path) == allocator_of_ray(monkeypatch) == "nothing"
     assert os.environ[CONF] == GROWS
