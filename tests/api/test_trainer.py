@@ -67,7 +67,7 @@ def test_a_run_with_workers_is_evaluated(make: Make, monkeypatch: pytest.MonkeyP
     trainer = make({"collector.max_policy_age": 1}, train_dataset=ROWS, rewards=shorter, asynchronous=True)
     trainer.train()
     found = trainer.evaluate()
-    assert found["eval/accuracy"] == trainer.metrics()[-1]["eval/accuracy"]
+    assert found["eval/primary"] == trainer.metrics()[-1]["eval/primary"]
     assert pools and all(pool.closed for pool in pools)
     assert {path.name for path in trainer.output_dir.iterdir()} >= {
         "objects.pkl",
@@ -149,7 +149,9 @@ def test_rows_rewards_tools_and_an_environment_of_the_script(make: Make) -> None
 
 def test_a_dataset_with_rewards_of_its_own(make: Make) -> None:
     trainer = make(
-        {"env.shuffle": False, "eval.num_problems": 8}, train_dataset=Asking(10), eval_dataset=Asking(0)
+        {"env.shuffle": False, "eval.num_problems": 8, "eval.threshold": 1},
+        train_dataset=Asking(10),
+        eval_dataset=Asking(0),
     )
     trainer.train()
     rows = read(trainer.output_dir / "rollouts.jsonl")
@@ -170,7 +172,7 @@ def test_rows_with_rewards_of_their_own(make: Make) -> None:
     # Other rewards are added to that of the rows.
     assert all("shorter" in row["rewards"] for row in found)
     assert all(row["reward"] == pytest.approx(sum(row["rewards"].values())) for row in found)
-    assert trainer.metrics()[0]["eval/accuracy"] == 1.0
+    assert trainer.metrics()[0]["eval/primary"] == trainer.metrics()[0]["eval/reward/get_reward"] == 9.0
 
 
 def test_mappings_with_rewards_of_their_own() -> None:
@@ -194,7 +196,12 @@ def test_mappings_with_rewards_of_their_own() -> None:
             {"shorter": 1.0},
             "get_reward",
         ),
-        ({"train_dataset": Asking(0), "eval_dataset": ROWS}, {"get_reward": 1.0}, None),
+        ({"train_dataset": Asking(0), "eval_dataset": ROWS}, {"get_reward": 1.0}, "exact_match"),
+        (
+            {"train_dataset": Asking(0), "eval_dataset": ROWS, "rewards": shorter},
+            {"get_reward": 1.0, "shorter": 1.0},
+            "shorter",
+        ),
     ],
 )
 def test_rewards_of_data_sets_are_read_beside_others(
@@ -222,7 +229,7 @@ def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
     config = {"optimizer.lr": 1e-2, "train.checkpoint_frequency": 1, "train.total_dialog_turns": 24}
     trainer = make(config, train_dataset=ROWS, rewards=shorter)
     before = trainer.evaluate()
-    assert before["eval/accuracy"] == 0.0 and not trainer.metrics()
+    assert 0 < before["eval/primary"] <= 1 and not trainer.metrics()
     with pytest.raises(ConfigError, match="no checkpoint to save"):
         trainer.save(tmp_path / "saved")
     trainer.train()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grading import grades
 
 from torchrl_grpo import data
 from torchrl_grpo.config import Config
@@ -166,7 +167,7 @@ def test_each_part_is_scored_and_graded_by_its_own_rewards(tmp_path: Path) -> No
     ].parts
     assert scores[1].parts == {"easy/exact_match": 1.0}
     assert grader.metrics == ("accuracy", "easy/accuracy", "hard/accuracy") and grader.primary == "accuracy"
-    assert grader.grade(good, hard) == {"accuracy": 1.0, "easy/accuracy": 0.0, "hard/accuracy": 1.0}
+    assert grades(grader, good, hard) == {"accuracy": 1.0, "easy/accuracy": 0.0, "hard/accuracy": 1.0}
     assert grader.weights(easy) == {"accuracy": 1.0, "easy/accuracy": 1.0, "hard/accuracy": 0.0}
     grader.close()
     rewards.close()

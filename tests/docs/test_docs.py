@@ -39,7 +39,7 @@ _FENCE = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _METRIC = re.compile(r"[a-z]+/[a-z0-9_]+")
-_METRIC_START = re.compile(r"[a-z]+/[a-z0-9_]*")
+_METRIC_START = re.compile(r"[a-z]+/(?:[a-z]+/)?[a-z0-9_]*")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

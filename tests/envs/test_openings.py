@@ -141,12 +141,13 @@ def test_a_perfect_response_earns_1_and_a_doubled_tag_less(
     grade = SimpleNamespace(
         primary="right",
         metrics=("right",),
-        grade=lambda text, example: {"right": FormatReward()(text, example)["score"]},
+        grade=lambda text, example, score: {"right": FormatReward()(text, example)["score"]},
         weights=lambda example: {"right": 1.0},
         close=lambda: None,
     )
     engine: Any = SimpleNamespace(generate=lambda prompts, sampling: [[answers[0]]])
-    assert Evaluator([EXAMPLE], tokenizer, CountingGrader(grade), Config())(engine)["eval/accuracy"] == 1.0
+    evaluator = Evaluator([EXAMPLE], tokenizer, CountingGrader(grade), Config())
+    assert evaluator(engine).metrics["eval/accuracy"] == 1.0
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

@@ -27,7 +27,7 @@ def config(
 ) -> Config:
     """Four rounds of four groups of four on a file of sums, in one of two number formats."""
     # Drawing takes as long as training; tests/observe and tests/runs/test_integration.py look at the picture.
-    monkeypatch.setattr(report, "plot", lambda run_dir: None)
+    monkeypatch.setattr(report, "plot", lambda run_dir, grader: None)
     # A random model is never right; this tells its answers apart, so that there is something to learn.
     monkeypatch.setattr(BareNumberReward, "__call__", lambda self, text, example: len(text) % 5 / 4)
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]

@@ -17,9 +17,14 @@ def blocks_below(page: Path, title: str, level: int = 3) -> list[str]:
     return re.findall(r"^```\w*\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
 
 
-def train_in(folder: Path, repo_root: Path, command: str, changes: Sequence[str]) -> None:
-    """Run a command of the documentation in a folder, with changes that make it small; it must end well."""
+def train_in(folder: Path, repo_root: Path, command: str, changes: Sequence[str]) -> str:
+    """Run a command of the documentation in a folder, with changes that make it small; it must end well.
+
+    Returns:
+        What it printed.
+    """
     script, *words = shlex.split(command)
     argv = [repo_root / "sota-implementations/grpo" / script, *words, *changes]
     done = run_script(argv, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout + done.stderr)

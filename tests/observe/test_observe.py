@@ -27,6 +27,7 @@ import torch
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, RunFolderLost
 from torchrl_grpo.observe import (
+    EvaluationWriter,
     MetricsWriter,
     Progress,
     RolloutWriter,
@@ -36,6 +37,7 @@ from torchrl_grpo.observe import (
     peak_memory_gib,
     plot,
     read_jsonl,
+    report,
     summary,
     wandb_login,
     wilson,
@@ -220,7 +222,7 @@ def test_a_resumed_run_names_the_steps_that_its_files_lack(tmp_path: Path) -> No
 
 
 def test_what_is_written_is_looked_for(tmp_path: Path) -> None:
-    for writer in (MetricsWriter(tmp_path), RolloutWriter(tmp_path)):
+    for writer in (MetricsWriter(tmp_path), RolloutWriter(tmp_path), EvaluationWriter(tmp_path)):
         writer.check()
         writer.path.rename(tmp_path / "moved")
         with pytest.raises(
@@ -231,9 +233,9 @@ def test_what_is_written_is_looked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 3])
-@pytest.mark.parametrize("writer", [MetricsWriter, RolloutWriter])
+@pytest.mark.parametrize("writer", [MetricsWriter, RolloutWriter, EvaluationWriter])
 def test_a_file_of_another_kind_does_not_block(tmp_path: Path, step: int | None, writer: Any) -> None:
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match="is not a regular file"):
         writer(tmp_path, step)
@@ -322,7 +324,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     with Progress(100, stream=stream, clock=clock, start_step=10) as progress:
         progress.note("hello")
         clock.now = 60.0
-        progress.update(20, reward=0.25, accuracy=0.5, kl=0.00123, tokens_per_s=1234.5)
+        progress.update(20, reward=0.25, held_out=0.5, kl=0.00123, tokens_per_s=1234.5)
         clock.now = 120.0
         progress.update(30)
     assert stream.getvalue().splitlines() == [
@@ -465,6 +467,41 @@ def test_summary_without_evaluation_and_with_a_clash(tmp_path: Path) -> None:
     assert "accuracy" not in stream.getvalue().replace("reward and accuracy", "")
     with pytest.raises(ValueError, match="hide steps"):
         summary(tmp_path, **FIGURES, extras={"steps": 1}, stream=stream)
+
+
+def test_summary_names_what_grades_and_the_mean_of_a_reward(tmp_path: Path) -> None:
+    nothing = FIGURES | {"accuracy_before": None, "accuracy_after": None, "accuracy_ci95": None}
+    mean = {"primary_before": 0.25, "primary_after": 2.5, "primary_ci95": [2.0, 3.0], "grader": "brevity"}
+    summary(tmp_path, **nothing, extras=mean, stream=(stream := io.StringIO()))
+    said = stream.getvalue()
+    assert "held-out reward    0.250 -> 2.500   (95 % interval 2.000 to 3.000)\n" in said
+    assert "graded by          brevity\n" in said and "accuracy" not in said
+    # A single problem has no interval.
+    summary(tmp_path, **nothing, extras=mean | {"primary_ci95": [None] * 2}, stream=(one := io.StringIO()))
+    assert "held-out reward    0.250 -> 2.500\n" in one.getvalue()
+    # While the reward is 0 or 1, its mean is an accuracy.
+    summary(tmp_path, **FIGURES, extras=mean, stream=(share := io.StringIO()))
+    assert "held-out accuracy  0.100 -> 0.750" in share.getvalue() and "brevity" in share.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("rows", "title"),
+    [
+        ([{"eval/accuracy": 0.5, "eval/accuracy_low": 0.3, "eval/accuracy_high": 0.7}], "accuracy by own"),
+        ([{"eval/accuracy": 0.0, "eval/primary": 0.0}, {"eval/primary": 2.5}], "reward by own"),
+        ([{"eval/accuracy": 0.0, "eval/primary": 0.0}], "accuracy by own"),
+    ],
+)
+def test_plot_names_what_grades(
+    tmp_path: Path, rows: list[dict[str, float]], title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step, row in enumerate(rows):
+        writer.write(step, row)
+    titles: list[str] = []
+    monkeypatch.setattr(report, "_heading", lambda axes, text: titles.append(text))
+    assert plot(tmp_path, "own").stat().st_size > 1000
+    assert titles[-1] == f"Held-out {title}, with 95 % interval"
 
 
 def test_plot_draws_a_picture_of_the_metrics(tmp_path: Path) -> None:

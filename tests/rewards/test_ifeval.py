@@ -14,6 +14,7 @@ from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.ifeval import text as ifeval_text
 from torchrl_grpo.rewards.ifeval.checks import CHECKS
 from torchrl_grpo.rewards.ifeval.scoring import follow_list, variants
+from torchrl_grpo.rewards.types import ResponseScore
 
 ENGLISH = "the people in this town are happy to share a long story with their friends"
 
@@ -319,7 +320,7 @@ def test_reward_is_the_strict_fraction_with_the_four_scores_beside_it() -> None:
 def test_grader_weighs_instruction_scores_by_the_number_of_instructions() -> None:
     grader = IFEvalGrader()
     assert grader.primary in grader.metrics
-    assert set(grader.grade("{}", NO_COMMA_AND_JSON)) == set(grader.metrics)
+    assert set(grader.grade("{}", NO_COMMA_AND_JSON, ResponseScore(0.0))) == set(grader.metrics)
     assert grader.weights(NO_COMMA_AND_JSON) == {
         "prompt_strict": 1.0,
         "prompt_loose": 1.0,

@@ -12,12 +12,19 @@ from typing import Any
 
 import psutil
 import pytest
+from grading import grades
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.data import Example, load
 from torchrl_grpo.errors import ConfigError, UserError
-from torchrl_grpo.rewards import build_grader, build_reward_set, check_weights
+from torchrl_grpo.rewards import (
+    build_grader,
+    build_reward_set,
+    check_weights,
+    eval_reward_name,
+    grader_name,
+)
 from torchrl_grpo.rewards import cli as rewards_cli
 from torchrl_grpo.rewards.types import ResponseScore
 
@@ -304,6 +311,7 @@ def test_columns_that_a_function_needs_are_checked_against_the_data() -> None:
 def test_the_grader_has_a_state_of_its_own_and_refuses_what_is_not_finite() -> None:
     for function, completion, expected, errors in (
         ("Count", "", 1.0, 0),
+        ("length", "four", 5.0, 0),
         ("not_finite", "inf", 0.0, 1),
         ("not_finite", "nan", 0.0, 1),
     ):
@@ -312,7 +320,7 @@ def test_the_grader_has_a_state_of_its_own_and_refuses_what_is_not_finite() -> N
         rewards = build_reward_set(cfg)
         grader = build_grader(cfg, rewards)
         try:
-            assert grader.grade(completion, EXAMPLES[0]) == {"accuracy": expected}
+            assert grades(grader, completion, EXAMPLES[0]) == {"primary": expected}
             assert grader.error_count == errors
             if function == "Count":
                 assert rewards.score([""], EXAMPLES[:1])[0].total == 1.0, "the first call of training"
@@ -332,11 +340,84 @@ def test_weights_and_the_grader_name_functions_too(
     grader = build_grader(cfg, rewards)
     try:
         assert rewards.score(["1"], EXAMPLES[:1])[0].total == 0.5 * 2
-        assert grader.grade("1", EXAMPLES[0]) == {"accuracy": 1.0}
+        (graded,) = grader.grade(["1"], EXAMPLES[:1])
+        assert graded.metrics == {"primary": 2.0} and graded.score.total == 0.5 * 2
+        assert graded.score.parts == {"own": 2.0, "exact_match": 0.0}
         assert grader.error_count == 0
     finally:
         grader.close()
         rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked", "grades"),
+    [
+        ({}, None, "own"),
+        ({"own": 0.1, "format": 1.0}, None, "own"),
+        ({"own": -1.0, "format": 1.0}, None, "own"),
+        ({"own": 0.1, "exact_match": 1.0}, None, "exact_match"),
+        ({"own": 1.0, "exact_match": 1.0}, None, "exact_match"),
+        ({"own": 2.0, "exact_match": 1.0}, None, "own"),
+        ({"own": 0.0, "format": 1.0}, None, "exact_match"),
+        ({}, "exact_match", "exact_match"),
+    ],
+)
+@pytest.mark.usefixtures("rows")
+def test_the_heaviest_reward_grades(weights: dict[str, float], asked: str | None, grades: str) -> None:
+    cfg = config("length")
+    cfg.reward.weights, cfg.eval.reward = weights, asked
+    assert eval_reward_name(cfg) == grader_name(cfg) == grades
+
+
+@pytest.mark.usefixtures("scored")
+def test_a_threshold_says_what_is_right() -> None:
+    cfg = config("length")
+    cfg.eval.threshold = 3.0
+    rewards = build_reward_set(cfg)
+    grader = build_grader(cfg, rewards)
+    try:
+        assert grades(grader, "a", EXAMPLES[0]) == {"accuracy": 0.0}
+        assert grades(grader, "ab", EXAMPLES[0]) == {"accuracy": 1.0}
+    finally:
+        grader.close()
+        rewards.close()
+    gsm8k = Config()
+    gsm8k.eval.threshold = 0.5
+    with pytest.raises(ConfigError, match=r"eval.threshold=0.5: the reward gsm8k grades.*threshold=null"):
+        build_grader(gsm8k)
+
+
+@pytest.mark.usefixtures("scored")
+def test_a_failed_reward_is_never_right() -> None:
+    cfg = config("raises")
+    cfg.eval.threshold, cfg.reward.on_error = 0.0, 2.0
+    grader = build_grader(cfg)
+    try:
+        (graded,) = grader.grade(["a"], EXAMPLES[:1])
+        assert graded.metrics == {"accuracy": 0.0} and "no such thing" in graded.errors["own"]
+    finally:
+        grader.close()
+
+
+@pytest.mark.usefixtures("scored")
+def test_rewards_that_held_out_problems_lack_a_column_for_are_left_out_of_the_evaluation() -> None:
+    cfg = config("length")
+    cfg.reward.functions = {"own": "mine.py:length", "needs": "mine.py:needs"}
+    cfg.reward.weights = {"own": 2.0, "needs": 1.0, "closeness": 1.0}
+    bare = Example("held", [{"role": "user", "content": "One?"}], {}, {"level": 3})
+    grader = build_grader(cfg, None, {"": bare})
+    try:
+        (graded,) = grader.grade(["a"], [bare])
+        assert graded.score.parts == {"own": 5.0} and graded.score.total == 10.0
+        assert [note.split(". ")[0] for note in grader.notes] == [
+            f"warning: held-out responses are not scored by {name}" for name in ("needs", "closeness")
+        ]
+        assert "needs solution, which is no column of held" in grader.notes[0]
+    finally:
+        grader.close()
+    cfg.eval.reward = "needs"
+    with pytest.raises(ConfigError, match="needs solution, which is no column of held"):
+        build_grader(cfg, None, {"": bare})
 
 
 def test_examples_have_the_columns_of_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grading import grades
 
 from torchrl_grpo import rewards
 from torchrl_grpo.config import Config
@@ -614,8 +615,8 @@ def test_reasoning_gym_is_scored_by_the_task_itself() -> None:
         right, wrong, wordy = built.score([f" {answer}\n", "999999", "hmm"], [problem] * 3)
         assert (right.total, wrong.total, wordy.total) == pytest.approx((1.1, 0.1, 0.0))
         assert not right.errors
-        assert grader.grade(answer, problem) == {"accuracy": 1.0}
-        assert grader.grade("999999", problem) == {"accuracy": 0.0}
+        assert grades(grader, answer, problem) == {"accuracy": 1.0}
+        assert grades(grader, "999999", problem) == {"accuracy": 0.0}
         assert (grader.primary, grader.metrics, grader.error_count) == ("accuracy", ("accuracy",), 0)
     finally:
         grader.close()
@@ -673,10 +674,10 @@ def test_tags_that_no_prompt_asks_for_are_spoken_of(
 def test_graders_say_what_they_measure() -> None:
     gsm8k, jsonl = rewards.build_grader(config()), rewards.build_grader(config("jsonl"))
     assert (gsm8k.primary, gsm8k.metrics) == ("flexible", ("strict", "flexible"))
-    assert gsm8k.grade("It is 72", example()) == {"strict": 0.0, "flexible": 1.0}
+    assert grades(gsm8k, "It is 72", example()) == {"strict": 0.0, "flexible": 1.0}
     assert gsm8k.weights(example()) == {"strict": 1.0, "flexible": 1.0}
-    assert jsonl.grade("<answer>72</answer>", example()) == {"accuracy": 1.0}
-    assert jsonl.grade("72", example()) == {"accuracy": 0.0}
+    assert grades(jsonl, "<answer>72</answer>", example()) == {"accuracy": 1.0}
+    assert grades(jsonl, "72", example()) == {"accuracy": 0.0}
     ifeval = rewards.build_grader(config("ifeval"))
     assert ifeval.primary == "prompt_strict"
     assert set(ifeval.metrics) == {"prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"}
@@ -712,7 +713,7 @@ def test_the_same_rows_are_graded_the_same_whatever_reads_them() -> None:
         problem = example(r"\frac{1}{2}")
         for completion in ("<think>.</think><answer>0.5</answer>", r"It is $\frac{2}{4}$.", "It is 3."):
             [scored] = built.score([completion], [problem])
-            assert grader.grade(completion, problem) == {"accuracy": scored.parts["math_verify"]}
+            assert grades(grader, completion, problem) == {"accuracy": scored.parts["math_verify"]}
     finally:
         grader.close()
         built.close()
@@ -721,7 +722,7 @@ def test_the_same_rows_are_graded_the_same_whatever_reads_them() -> None:
 def test_an_error_in_grading_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     grader = rewards.build_grader(config())
     broken = Example("broken/1", [{"role": "user", "content": "Q"}], {})
-    assert grader.grade("the completion", broken) == {"strict": 0.0, "flexible": 0.0}
+    assert grades(grader, "the completion", broken) == {"strict": 0.0, "flexible": 0.0}
     assert grader.error_count == 1
     assert "broken/1" in caplog.text and "the completion" in caplog.text
     grader.close()

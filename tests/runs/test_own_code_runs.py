@@ -32,7 +32,7 @@ def test_the_rewards_of_the_documentation_train(
         "hydra.run.dir=run",
         *format_words,
     ]
-    train_in(tmp_path, repo_root, command, small)
+    said = train_in(tmp_path, repo_root, command, small)
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 16
     answers = {row["question"]: row["answer"] for row in rows}
@@ -44,4 +44,16 @@ def test_the_rewards_of_the_documentation_train(
         }
         assert row["rewards"] == pytest.approx(expected) and "errors" not in row
         assert row["reward"] == pytest.approx(expected["agreement"] + 0.1 * expected["brevity"])
-    assert json.loads((tmp_path / "run/summary.json").read_text())["accuracy_after"] is not None
+    # The heaviest of the user's rewards grades. It is 0 or 1, so its mean is an accuracy.
+    assert "held out: 6 problems, graded by agreement\n" in said
+    assert "held-out accuracy" in said and "graded by          agreement\n" in said
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["grader"] == "agreement" and summary["accuracy_after"] == summary["primary_after"]
+    held_out = [json.loads(line) for line in (tmp_path / "run/evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in held_out] == [0] * 6 + [2] * 6
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for line, six in ((metrics[0], held_out[:6]), (metrics[-1], held_out[6:])):
+        for name in ("agreement", "brevity"):
+            mean = sum(row["rewards"][name] for row in six) / 6
+            assert line[f"eval/reward/{name}"] == pytest.approx(mean)
+        assert line["eval/accuracy"] == line["eval/reward/agreement"]

@@ -88,7 +88,7 @@ def small(config: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
     config.train_model.autocast = Autocast.auto
     config.inference_model.dtype = config.ref_model.dtype = Dtype.auto
     # Half of the time of a run as small as this, and nothing of a GPU's.
-    monkeypatch.setattr(report, "plot", lambda run_dir: None)
+    monkeypatch.setattr(report, "plot", lambda run_dir, grader: None)
     return config
 
 

@@ -66,7 +66,7 @@ def test_a_stopped_run_is_resumed_as_if_nothing_had_happened(
         (saved,) = run_folder.complete_checkpoints(tmp_path / "stopped")
         assert int(saved.name) == answer // 16 * 2 + 1
     assert train("stopped", resume="auto_or_new") == expected
-    for name in ("rollouts.jsonl",):
+    for name in ("rollouts.jsonl", "evaluations.jsonl"):
         assert read(tmp_path / "stopped" / name) == read(tmp_path / "whole" / name)
 
 

@@ -79,7 +79,8 @@ def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(
     assert read(broken / "metrics.jsonl") == whole and whole[-1]["step"] == 16
     resumed = train("broken", resume=str(broken / "checkpoints/6"))
     assert resumed == whole
-    assert read(broken / "rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
+    for name in ("rollouts.jsonl", "evaluations.jsonl"):
+        assert read(broken / name) == read(tmp_path / "whole" / name)
     # What lies after the step that was resumed is kept, but no longer taken for the newest.
     assert (broken / "checkpoints/9.set-aside").is_dir() and (broken / "checkpoints/16").is_dir()
 
@@ -199,7 +200,7 @@ def test_a_summary_of_steps_that_are_taken_again_does_not_say_that_the_run_has_e
     whole = train("run", train__total_dialog_turns=32, train__checkpoint_frequency=1, checkpoint__keep=9)
     before = json.loads((tmp_path / "run/summary.json").read_text())
 
-    def fail(run_dir: Path) -> None:
+    def fail(run_dir: Path, grader: str) -> None:
         raise RuntimeError("no fonts")
 
     with monkeypatch.context() as patch:

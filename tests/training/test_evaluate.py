@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference import Completion, Sampling
+from torchrl_grpo.rewards.graders import CountingGrader, OwnRewardGrader
+from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.training.evaluator import Evaluator
 
 
@@ -38,9 +42,8 @@ class FirstWord:
 
     primary = "exact"
     metrics = ("exact", "letter")
-    error_count = 0
 
-    def grade(self, completion: str, example: Example) -> dict[str, float]:
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
         return {
             "exact": float(completion == example.truth["word"]),
             "letter": float(completion[:1] == example.truth["word"][:1]),
@@ -63,13 +66,12 @@ def make(tiny_model_dir: Path, answers: Sequence[Sequence[str]], k: int = 1, len
     cfg = Config(seed=3)
     cfg.inference_model.max_new_tokens, cfg.inference_model.max_model_len = 32, length
     cfg.eval.pass_at_k, cfg.eval.temperature = k, 0.6
-    grader: Any = FirstWord()
-    return Evaluator(EXAMPLES, tokenizer, grader, cfg), Script(tokenizer, answers)
+    return Evaluator(EXAMPLES, tokenizer, CountingGrader(FirstWord()), cfg), Script(tokenizer, answers)
 
 
 def test_accuracy_and_its_interval(tiny_model_dir: Path) -> None:
     evaluator, engine = make(tiny_model_dir, [["yes"], ["no"], ["more"], ["b"]])
-    metrics = evaluator(engine)
+    metrics = evaluator(engine).metrics
     assert metrics["eval/accuracy"] == metrics["eval/exact"] == 0.5
     # Weights 3, 2, 5, 1: all but the last begin with the right letter.
     assert metrics["eval/letter"] == pytest.approx(10 / 11)
@@ -88,13 +90,13 @@ def test_accuracy_and_its_interval(tiny_model_dir: Path) -> None:
 
 def test_length_counts_the_end_token(tiny_model_dir: Path) -> None:
     evaluator, engine = make(tiny_model_dir, [[""], [""], [""], [""]])
-    assert evaluator(engine)["eval/response_length"] == 1
+    assert evaluator(engine).metrics["eval/response_length"] == 1
 
 
 def test_pass_at_k_counts_problems_with_one_right_sample(tiny_model_dir: Path) -> None:
     answers = [["no", "yes"], ["yes", "yes"], ["maybe", "maybe"], ["b", "c"]]
     evaluator, engine = make(tiny_model_dir, answers, k=2)
-    metrics = evaluator(engine)
+    metrics = evaluator(engine).metrics
     assert metrics["eval/pass_at_2"] == 0.5
     assert metrics["eval/accuracy"] == 0.25
     sampling = engine.calls[1][1]
@@ -109,3 +111,71 @@ def test_pass_at_k_counts_problems_with_one_right_sample(tiny_model_dir: Path) -
 def test_a_problem_without_room_for_an_answer_is_named(tiny_model_dir: Path) -> None:
     with pytest.raises(DataError, match="max_model_len"):
         make(tiny_model_dir, [], length=40)
+
+
+class Length:
+    """A reward that gives any number, and fails at a text."""
+
+    name = "length"
+
+    def __call__(self, completion: str, example: Example) -> dict[str, float]:
+        if completion == "bad":
+            raise ValueError("no")
+        return {"score": float(len(completion)), "short": float(len(completion) < 3)}
+
+
+def judge(tiny_model_dir: Path, answers: Sequence[Sequence[str]], **keys: object) -> Any:
+    """Evaluate with a reward of the user, and one that is weighted too."""
+    evaluator, engine = make(tiny_model_dir, answers)
+    exact: Any = type("Exact", (), {"name": "exact", "__call__": lambda self, c, e: c == e.truth["word"]})()
+    rewards = RewardSet([(Length(), 2.0), (exact, 0.5)], group_size=len(answers[0]))
+    evaluator.grader = CountingGrader(OwnRewardGrader("length", None), rewards, "length")
+    for name, value in keys.items():
+        setattr(evaluator, name, value)
+    return evaluator(engine), engine
+
+
+def test_a_reward_of_the_user_is_measured_and_all_its_responses_are_kept(tiny_model_dir: Path) -> None:
+    found, _ = judge(tiny_model_dir, [["yes"], ["no"], ["bad"], ["a"]])
+    metrics = found.metrics
+    # 3, 2, 0 and 1; t of three degrees of freedom is 3.182.
+    assert metrics["eval/primary"] == metrics["eval/reward/length"] == 1.5
+    half = 3.182 * statistics.stdev([3, 2, 0, 1]) / 2
+    assert metrics["eval/primary_low"] == pytest.approx(1.5 - half, rel=0.03)
+    assert metrics["eval/primary_high"] == pytest.approx(1.5 + half, rel=0.03)
+    assert metrics["eval/reward/exact"] == 0.75 and metrics["eval/reward"] == 2 * 1.5 + 0.5 * 0.75
+    assert metrics["eval/reward/length/short"] == pytest.approx(2 / 3)
+    assert metrics["eval/errors"] == 1 and "eval/accuracy" not in metrics
+    assert found.rows[1] == {
+        "id": "1",
+        "prompt": "<|im_start|>user\nSay no.<|im_end|>\n<|im_start|>assistant\n",
+        "response": "no",
+        "rewards": {"length": 2.0, "length/short": 1.0, "exact": 1.0},
+        "reward": 4.5,
+        "grade": 2.0,
+    }
+    assert found.rows[2]["errors"] == {"length": "ValueError: no"} and found.rows[2]["rewards"]["length"] == 0
+
+
+def test_a_reward_that_is_0_or_1_is_an_accuracy(tiny_model_dir: Path) -> None:
+    metrics = judge(tiny_model_dir, [["a"], [""], [""], ["b"]])[0].metrics
+    assert metrics["eval/accuracy"] == metrics["eval/primary"] == 0.5
+    assert metrics["eval/accuracy_low"] == pytest.approx(0.1500, abs=1e-3)
+
+
+def test_samples_take_the_place_of_the_greedy_response(tiny_model_dir: Path) -> None:
+    answers = [["a", "bb"], ["", ""], ["no", "no"], ["a", "b"]]
+    found, engine = judge(tiny_model_dir, answers, samples=2, pass_at_k=2)
+    (call,) = engine.calls
+    assert (call[1].num_samples, call[1].temperature) == (2, 0.6), "pass@k takes the same samples"
+    assert found.metrics["eval/primary"] == (1.5 + 0 + 2 + 1) / 4
+    assert found.metrics["eval/pass_at_2"] == 0.75
+    assert [row["response"] for row in found.rows] == [text for group in answers for text in group]
+    assert [row["grade"] for row in found.rows] == [1.0, 2.0, 0.0, 0.0, 2.0, 2.0, 1.0, 1.0]
+
+
+def test_what_a_built_in_grader_says_is_kept_too(tiny_model_dir: Path) -> None:
+    evaluator, engine = make(tiny_model_dir, [["yes"], ["not"], ["more"], ["b"]])
+    row = evaluator(engine).rows[1]
+    assert (row["rewards"], row["grade"]) == ({"exact": 0.0, "letter": 1.0}, 0.0)
+    assert "reward" not in row and "errors" not in row

@@ -78,7 +78,9 @@ class PassedReward:
         if hasattr(rows, REWARD):
             return _plain(rows.get_reward(index, completion))
         own = _reward_of(rows[index])
-        assert own is not None, "rows without a reward are refused when they are read"
+        if own is None:
+            # Rows to train on without it are refused when they are read.
+            raise DataError(f"{_ARGUMENTS[example.columns[SPLIT]]}[{index}] has no {REWARD}")
         return _plain(own(completion))
 
 

@@ -67,8 +67,7 @@ class GRPOTrainer:
             ``get_reward(index, completion)``, or its rows ``get_reward(completion)``, that is the reward
             ``get_reward``. None takes the data set of the configuration.
         eval_dataset: held-out problems; None takes some of ``train_dataset``. They are graded by their own
-            ``get_reward`` if they have it, where 1 is a right answer, unless ``eval.reward`` names another
-            reward.
+            ``get_reward`` if they have it, unless ``eval.reward`` names another reward.
         rewards: reward functions, or names of built-in rewards. They are added to ``get_reward``. Each has
             weight 1, unless ``reward.weights`` gives others. See ``docs/tasks_and_rewards.md`` for the
             signatures.
@@ -203,7 +202,7 @@ class GRPOTrainer:
             return run(cfg, self.output_dir), self.output_dir
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the held-out accuracy of the newest checkpoint, or of the model before training.
+        """Measure the held-out accuracy or reward of the newest checkpoint, or of the model before training.
 
         Returns:
             The metrics ``eval/*``.
@@ -309,6 +308,9 @@ def _of_data(
         values["reward.weights"] = dict.fromkeys(weighted, 1.0) or dict(usual)
     if graded:
         values["eval.reward"] = REWARD
+    elif rewarded:
+        # Held-out rows do not have it.
+        values["eval.reward"] = next((n for n in functions if n != REWARD), next(iter(usual)))
     return values
 
 

@@ -227,18 +227,28 @@ class EvalConfig:
         200,
         "Problems held out from training and answered greedily; 0 holds out none and evaluates nothing.",
     )
+    samples: PositiveInt | None = key(
+        None,
+        "Responses to each held-out problem, sampled at eval.temperature; null answers once, greedily.",
+    )
     at_start: bool = key(True, "Evaluate before the first step too.")
     pass_at_k: PositiveInt = key(
         1,
         "k of pass@k. With 1, only the greedy response is graded. Above 1, k responses to each problem are "
-        "also sampled at eval.temperature.",
+        "also sampled at eval.temperature, unless eval.samples has as many.",
     )
-    temperature: PositiveFloat = key(0.8, "Sampling temperature of pass@k.")
+    temperature: PositiveFloat = key(0.8, "Sampling temperature of eval.samples and pass@k.")
     reward: str | None = key(
         None,
-        "Reward that grades held-out responses; a value of 1 or more counts as correct. null means the "
-        f"reward with the largest positive weight among {_GRADERS}. If none has one, it is environment if "
-        "env.environment is set, and otherwise the dataset's default.",
+        "Reward that grades held-out responses. null means the reward with the largest positive weight among "
+        f"{_GRADERS} and reward.functions. If none has one, it is environment if env.environment is set, and "
+        "otherwise the dataset's default.",
+    )
+    threshold: float | None = key(
+        None,
+        "Least value of the reward that grades for a right response; the share of right responses is the "
+        "accuracy. null means 1 for built-in rewards. A reward of your own is then reported as its mean, "
+        "which is an accuracy while all values are 0 or 1.",
     )
 
 
@@ -277,7 +287,10 @@ class LoggingConfig:
         "W&B group of the run, e.g. the name of a sweep; null means WANDB_RUN_GROUP if it is set.",
     )
     tags: list[str] = key([], "W&B tags of the run, e.g. [baseline,night]; [] means WANDB_TAGS if it is set.")
-    rollouts: bool = key(True, "Write every response with its rewards to rollouts.jsonl.")
+    rollouts: bool = key(
+        True,
+        "Write every response with its rewards to rollouts.jsonl, and held-out ones to evaluations.jsonl.",
+    )
     progress: bool = key(True, "Show a progress bar, or plain lines if there is no terminal.")
 
 

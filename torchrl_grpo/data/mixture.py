@@ -46,10 +46,10 @@ class Mixture(Problems):
     parts: Sequence[MixturePart]
     problems: Sequence[Problems]
 
-    def first_examples(self) -> dict[str, Example]:
-        """Return the first training problem of each part."""
+    def first_examples(self, *, held_out: bool = False) -> dict[str, Example]:
+        """Return the first problem of each part."""
         return {
-            part.name: part_problems.train[0]
+            part.name: part_problems.first_examples(held_out=held_out)[""]
             for part, part_problems in zip(self.parts, self.problems, strict=True)
         }
 

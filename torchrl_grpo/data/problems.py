@@ -45,9 +45,13 @@ class Problems:
     held_out: list[Example]
     notes: list[str] = field(default_factory=list, kw_only=True)
 
-    def first_examples(self) -> dict[str, Example]:
-        """Return the first training problem by the name of its part, which is empty without a mixture."""
-        return {"": self.train[0]}
+    def first_examples(self, *, held_out: bool = False) -> dict[str, Example]:
+        """Return the first problem by the name of its part, which is empty without a mixture.
+
+        Args:
+            held_out: whether to return a held-out problem in place of one to train on, if there is one.
+        """
+        return {"": (self.held_out if held_out and self.held_out else self.train)[0]}
 
 
 def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:

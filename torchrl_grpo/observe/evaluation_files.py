@@ -42,9 +42,17 @@ class Measured:
 
 def difference(model: Measured, other: Measured) -> tuple[float, tuple[float, float]]:
     """Return the mean difference of two models on the same problems, and its paired 95 % interval."""
-    grades = [{row["id"]: row["grade"] for row in each.rows} for each in (model, other)]
+    grades = [_by_problem(each) for each in (model, other)]
     assert grades[0].keys() == grades[1].keys(), "the problems are those of one configuration"
     return paired_interval([(grades[0][id], grades[1][id]) for id in grades[0]])
+
+
+def _by_problem(model: Measured) -> dict[str, float]:
+    """Return the mean grade of each problem, which may have several responses."""
+    grades: dict[str, list[float]] = {}
+    for row in model.rows:
+        grades.setdefault(row["id"], []).append(row["grade"])
+    return {id: sum(values) / len(values) for id, values in grades.items()}
 
 
 def write(folder: Path, task: str, config: Mapping[str, Any], models: Sequence[Measured]) -> None:
@@ -100,7 +108,7 @@ def lm_eval(task: str, config: Mapping[str, Any], model: Measured) -> dict[str, 
 
 
 def _standard_error(model: Measured) -> float | str:
-    values = [row["grade"] for row in model.rows]
+    values = list(_by_problem(model).values())
     if len(values) < 2:
         return "N/A"
     mean = sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Writes ``metrics.jsonl`` and ``rollouts.jsonl``: append-only JSON lines that survive a kill at any moment.
+"""Writes the JSON lines of a run: append-only files that survive a kill at any moment.
 
 The rows of a step reach the operating system in one write. A killed process therefore leaves complete lines
 and at most one partial line at the end. A resumed run removes the partial line and the lines of all steps
@@ -22,6 +22,7 @@ from torchrl_grpo.runtime.files.shared_files import open_regular
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
@@ -208,10 +209,11 @@ class RolloutWriter:
         CheckpointError: the file to continue has a damaged line before its end.
     """
 
-    _FIRST = ("prompt", "response", "reward", "rewards", "advantage", "policy_version")
+    _NAME = ROLLOUTS
+    _FIRST: tuple[str, ...] = ("prompt", "response", "reward", "rewards", "advantage", "policy_version")
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> None:
-        self._lines = _Lines(Path(run_dir) / ROLLOUTS, resume_step)
+        self._lines = _Lines(Path(run_dir) / self._NAME, resume_step)
         self.path = self._lines.path
 
     def check(self) -> None:
@@ -250,3 +252,14 @@ class RolloutWriter:
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
+
+
+class EvaluationWriter(RolloutWriter):
+    """Writes ``evaluations.jsonl``: one line per held-out response, with its rewards.
+
+    :class:`RolloutWriter` has the arguments and errors. A row has ``id``, ``prompt``, ``response`` and
+    ``rewards``.
+    """
+
+    _NAME = EVALUATIONS
+    _FIRST = ("id", "prompt", "response", "rewards")

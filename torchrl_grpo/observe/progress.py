@@ -92,7 +92,7 @@ class Progress:
         self._stream = screen.err() if stream is None else stream
         self._clock = clock
         self._started = clock()
-        self._accuracy = ""
+        self._held_out = ""
         self._on_terminal = enabled and self._stream.isatty() and _has_room(self._stream)
         self._phase: _PhaseLine | None = None
         self._bar: tqdm[Any] | None = None
@@ -146,7 +146,8 @@ class Progress:
         *,
         reward: float | None = None,
         loss: float | None = None,
-        accuracy: float | None = None,
+        held_out: float | None = None,
+        held_out_name: str = "accuracy",
         kl: float | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
@@ -156,7 +157,9 @@ class Progress:
             step: optimizer steps done so far.
             reward: mean reward of the step's responses.
             loss: loss of the step.
-            accuracy: held-out accuracy; between evaluations the last one stays in view, with its step.
+            held_out: held-out accuracy or reward; between evaluations the last one stays in view, with its
+                step.
+            held_out_name: what it is.
             kl: divergence from the reference, or from the policy that generated.
             tokens_per_s: response tokens per second of the step.
         """
@@ -166,13 +169,13 @@ class Progress:
         parts = [] if reward is None else [f"reward {reward:.3f}"]
         if loss is not None:
             parts.append(f"loss {loss:.3f}")
-        if accuracy is not None:
-            self._accuracy = f"accuracy {accuracy:.3f}"
-        if self._accuracy:
-            parts.append(self._accuracy)
-        if accuracy is not None:
-            # Later steps show this accuracy with its step.
-            self._accuracy += f" at step {step}"
+        if held_out is not None:
+            self._held_out = f"{held_out_name} {held_out:.3f}"
+        if self._held_out:
+            parts.append(self._held_out)
+        if held_out is not None:
+            # Later steps show this value with its step.
+            self._held_out += f" at step {step}"
         if kl is not None:
             parts.append(f"kl {kl:.2g}")
         if tokens_per_s is not None:

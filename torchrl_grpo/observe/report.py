@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torchrl_grpo.observe.metrics import METRICS, ROLLOUTS, jsonable, read_jsonl
+from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, ROLLOUTS, jsonable, read_jsonl
 from torchrl_grpo.runtime.files.shared_files import replace
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ PICTURE = "report.png"
 _PLACES = (
     (METRICS, "metrics, a line per optimizer step"),
     (ROLLOUTS, "responses with their rewards"),
+    (EVALUATIONS, "responses to held-out problems with their rewards"),
     (SUMMARY, "these figures"),
-    (PICTURE, "reward and accuracy over steps"),
+    (PICTURE, "reward and held-out result over steps"),
     ("checkpoints", "checkpoints; <step>/model loads with transformers"),
     ("csv", "CSV scalars"),
     ("tensorboard", "TensorBoard events"),
@@ -121,13 +122,16 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
         Several lines without a final newline.
     """
     folder = Path(run_dir).resolve()
-    before, after, interval = (entries[f"accuracy_{name}"] for name in ("before", "after", "ci95"))
+    kind = "accuracy" if entries["accuracy_after"] is not None else "primary"
+    before, after, interval = (entries.get(f"{kind}_{name}") for name in ("before", "after", "ci95"))
     lines = ["", "Done."]
     if after is not None:
         text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
-        if interval is not None:
+        if interval is not None and None not in interval:
             text += f"   (95 % interval {interval[0]:.3f} to {interval[1]:.3f})"
-        lines.append(f"  held-out accuracy  {text}")
+        lines.append(f"  {'held-out accuracy' if kind == 'accuracy' else 'held-out reward  '}  {text}")
+    if after is not None and "grader" in entries:
+        lines.append(f"  graded by          {entries['grader']}")
     minutes, seconds = divmod(round(entries["seconds"]), 60)
     lines.append(f"  optimizer steps    {entries['steps']}   in {minutes} min {seconds:02d} s")
     lines.append(f"  peak memory        {entries['peak_memory_gib']:.2f} GiB")
@@ -138,14 +142,15 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
     return "\n".join(lines)
 
 
-def plot(run_dir: str | os.PathLike[str]) -> Path:
+def plot(run_dir: str | os.PathLike[str], grader: str = "") -> Path:
     """Draw ``report.png`` from ``metrics.jsonl``: reward and held-out accuracy over optimizer steps.
 
-    The panels show ``reward/mean``, ``eval/accuracy``, ``eval/accuracy_low`` and ``eval/accuracy_high``. A
-    panel without data shows a note.
+    The panels show ``reward/mean``, and ``eval/accuracy`` or else ``eval/primary``, with ``_low`` and
+    ``_high``. A panel without data shows a note.
 
     Args:
         run_dir: folder of the run.
+        grader: what graded the evaluation, for the title.
 
     Returns:
         Path of the picture.
@@ -172,7 +177,7 @@ def plot(run_dir: str | os.PathLike[str]) -> Path:
         axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
     _draw_reward(upper, rows)
-    _draw_accuracy(lower, rows)
+    _draw_held_out(lower, rows, grader)
     lower.set_xlabel("optimizer step", color=_INK)
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     path = folder / PICTURE
@@ -236,17 +241,27 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
         axes.legend(frameon=False, fontsize=9, loc="best", labelcolor=_INK)
 
 
-def _draw_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    _heading(axes, "Held-out accuracy, with 95 % interval")
-    steps, (accuracy, low, high) = _column(rows, "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
+def _draw_held_out(axes: Axes, rows: list[dict[str, Any]], grader: str) -> None:
+    # The accuracy of a reward ends where it gives something else than 0 and 1.
+    means = _column(rows, "eval/primary")[0]
+    kind = "primary" if means and means != _column(rows, "eval/accuracy")[0] else "accuracy"
+    what = "accuracy" if kind == "accuracy" else "reward"
+    _heading(axes, f"Held-out {what}{grader and f' by {grader}'}, with 95 % interval")
+    name = f"eval/{kind}"
+    steps, (values,) = _column(rows, name)
     if not steps:
         _empty(axes, "nothing was evaluated")
         return
-    below = [max(0.0, a - b) for a, b in zip(accuracy, low, strict=True)]
-    above = [max(0.0, b - a) for a, b in zip(accuracy, high, strict=True)]
+    # A single problem has no interval.
+    low, high = (
+        [row.get(name + end, row[name]) for row in rows if row.get(name) is not None]
+        for end in ("_low", "_high")
+    )
+    below = [max(0.0, a - b) for a, b in zip(values, low, strict=True)]
+    above = [max(0.0, b - a) for a, b in zip(values, high, strict=True)]
     axes.errorbar(
         steps,
-        accuracy,
+        values,
         yerr=[below, above],
         color=_ORANGE,
         ecolor=_ORANGE,
@@ -257,10 +272,11 @@ def _draw_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
         markersize=5,
     )
     axes.fill_between(steps, low, high, color=_ORANGE, alpha=0.12, linewidth=0)
-    axes.set_ylim(min(0.0, *low), min(1.05, max(high) * 1.15 + 0.02))
+    top = max(high) + 0.15 * abs(max(high)) + 0.02
+    axes.set_ylim(min(0.0, *low), min(1.05, top) if kind == "accuracy" else top)
     for at in sorted({0, len(steps) - 1}):
         axes.annotate(
-            f"{accuracy[at]:.3f}",
+            f"{values[at]:.3f}",
             (steps[at], high[at]),
             xytext=(0, 6),
             textcoords="offset points",

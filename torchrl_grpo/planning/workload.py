@@ -60,7 +60,7 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     attended = share * (responses * length + (prompts * prompt if cfg.train_model.shared_prefix else 0))
     pairs = share * responses * response * length if cfg.train_model.shared_prefix else 0.0
     rows = max(
-        -(-cfg.env.num_envs // engines) * samples, -(-cfg.eval.num_problems // engines) * cfg.eval.pass_at_k
+        -(-cfg.env.num_envs // engines) * samples, -(-cfg.eval.num_problems // engines) * _held_out(cfg)
     )
     return Workload(prompt, response, tokens, attended, pairs, pieces > 1 or tokens < cached, rows)
 
@@ -79,5 +79,10 @@ def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> 
     least = max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
     if not on_gpu:
         return least
-    sequences = max(least, cfg.eval.num_problems * cfg.eval.pass_at_k, _MIN_SEQS_GPU)
+    sequences = max(least, cfg.eval.num_problems * _held_out(cfg), _MIN_SEQS_GPU)
     return max(least, min(sequences, _MIN_SEQS_GPU if room is None else room))
+
+
+def _held_out(cfg: Config) -> int:
+    """Return the most responses to a held-out problem at a time."""
+    return max(cfg.eval.pass_at_k, cfg.eval.samples or 1)

@@ -6,7 +6,13 @@
 
 from __future__ import annotations
 
-from torchrl_grpo.rewards.registry import build_grader, build_reward_set, check_weights, eval_reward_name
+from torchrl_grpo.rewards.registry import (
+    build_grader,
+    build_reward_set,
+    check_weights,
+    eval_reward_name,
+    grader_name,
+)
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 
@@ -20,4 +26,5 @@ __all__ = [
     "build_reward_set",
     "check_weights",
     "eval_reward_name",
+    "grader_name",
 ]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.gsm8k import grade_answer
-from torchrl_grpo.rewards.reward_set import close_all, excerpt, read_result
-from torchrl_grpo.rewards.types import Grader, Reward
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_all, excerpt, read_result
+from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 
 _log = logging.getLogger(__name__)
+
+# Metric of a reward that may give any number.
+MEAN_REWARD = "primary"
 
 
 class Gsm8kGrader:
@@ -20,7 +23,7 @@ class Gsm8kGrader:
     primary = "flexible"
     metrics: tuple[str, ...] = ("strict", "flexible")
 
-    def grade(self, completion: str, example: Example) -> dict[str, float]:
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
         """Return ``strict`` and ``flexible``, each 0 or 1."""
         return grade_answer(completion, example.truth["answer"])
 
@@ -33,27 +36,28 @@ class Gsm8kGrader:
 
 
 class AccuracyGrader:
-    """``accuracy``: 1 if a reward gives its full score of 1, else 0.
+    """``accuracy``: 1 if a reward gives at least the threshold, else 0.
 
     Args:
         reward: reward that grades. If it returns a mapping, the ``"score"`` counts.
         owned: whether closing the grader closes the reward.
+        threshold: least value of a right answer.
     """
 
     primary = "accuracy"
     metrics: tuple[str, ...] = ("accuracy",)
 
-    def __init__(self, reward: Reward, owned: bool = True) -> None:
-        self._reward, self._owned = reward, owned
+    def __init__(self, reward: Reward, owned: bool = True, threshold: float = 1.0) -> None:
+        self._reward, self._owned, self._threshold = reward, owned, threshold
 
-    def grade(self, completion: str, example: Example) -> dict[str, float]:
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
         """Return ``accuracy``, 0 or 1.
 
         Raises:
             Exception: the reward failed.
         """
-        score, _ = read_result(self._reward(completion, example))
-        return {"accuracy": float(score >= 1.0)}
+        value, _ = read_result(self._reward(completion, example))
+        return {"accuracy": float(value >= self._threshold)}
 
     def weights(self, example: Example) -> dict[str, float]:
         """Return weight 1."""
@@ -65,40 +69,84 @@ class AccuracyGrader:
             close_all([self._reward])
 
 
+class OwnRewardGrader:
+    """Reads what a reward of the user gave: its value as :data:`MEAN_REWARD`, or ``accuracy``.
+
+    Args:
+        name: name of the reward in the scores.
+        threshold: least value of a right answer; None if the value itself is the metric.
+    """
+
+    def __init__(self, name: str, threshold: float | None) -> None:
+        self._name, self._threshold = name, threshold
+        self.primary = MEAN_REWARD if threshold is None else "accuracy"
+        self.metrics: tuple[str, ...] = (self.primary,)
+
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
+        """Return the value, or with a threshold 0 or 1. A response whose reward failed is never right."""
+        value = score.parts[self._name]
+        if self._threshold is not None:
+            value = float(value >= self._threshold and self._name not in score.errors)
+        return {self.primary: value}
+
+    def weights(self, example: Example) -> dict[str, float]:
+        """Return weight 1."""
+        return {self.primary: 1.0}
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
 class MixtureGrader:
     """``accuracy`` over all parts of a mixture, and ``<part>/accuracy`` of each.
 
-    Both count the primary metric of the part's own grader.
+    Both count the primary metric of the part's own grader. If one of them is a reward that may give any
+    number, they are called :data:`MEAN_REWARD`.
 
     Args:
         graders: graders of the parts, by their names.
     """
 
-    primary = "accuracy"
-
     def __init__(self, graders: Mapping[str, Grader]) -> None:
         self._graders = dict(graders)
-        self.metrics = ("accuracy", *(f"{part}/accuracy" for part in graders))
+        any_number = any(grader.primary == MEAN_REWARD for grader in graders.values())
+        self.primary = MEAN_REWARD if any_number else "accuracy"
+        self.metrics = (self.primary, *(f"{part}/{self.primary}" for part in graders))
 
-    def grade(self, completion: str, example: Example) -> dict[str, float]:
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
         """Return the grade under the two names that the example counts for, and 0 for the others.
 
         Raises:
             Exception: the grader failed.
         """
         grader = self._graders[example.part]
-        value = grader.grade(completion, example)[grader.primary]
+        value = grader.grade(completion, example, score)[grader.primary]
         return {name: value * weight for name, weight in self.weights(example).items()}
 
     def weights(self, example: Example) -> dict[str, float]:
         """Return weight 1 for the two metrics of the example, and 0 for the others."""
-        own = ("accuracy", f"{example.part}/accuracy")
+        own = (self.primary, f"{example.part}/{self.primary}")
         return {name: float(name in own) for name in self.metrics}
 
     def close(self) -> None:
         """Close the graders."""
         for grader in self._graders.values():
             grader.close()
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The grades of one completion.
+
+    Attributes:
+        metrics: value of each metric of the grader.
+        score: what the run's rewards gave; empty if none of them is the user's.
+        errors: what failed -> message. It is a reward, or ``grader``.
+    """
+
+    metrics: dict[str, float]
+    score: ResponseScore = field(default_factory=lambda: ResponseScore(0.0))
+    errors: dict[str, str] = field(default_factory=dict)
 
 
 class CountingGrader:
@@ -108,32 +156,56 @@ class CountingGrader:
 
     Args:
         inner: grader that does the work.
+        rewards: rewards that score what is graded, closed with the grader; None without rewards of the user.
+        name: what grades, for the user.
+        notes: what the user should know about it.
     """
 
-    def __init__(self, inner: Grader) -> None:
+    def __init__(
+        self,
+        inner: Grader,
+        rewards: RewardSet | MixtureRewardSet | None = None,
+        name: str = "",
+        notes: Sequence[str] = (),
+    ) -> None:
         self._inner = inner
-        self._lock = threading.Lock()
+        self._rewards = rewards
+        self.name = name
+        self.notes = tuple(notes)
         self.primary = inner.primary
         self.metrics = inner.metrics
         self.error_count = 0
 
-    def grade(self, completion: str, example: Example) -> dict[str, float]:
-        """Return a value in [0, 1] for each metric. If grading fails, return 0 for all and count an error."""
+    def grade(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Graded]:
+        """Grade each completion of its own example.
+
+        If grading fails, all metrics are 0. If a reward fails, it counts as ``reward.on_error``.
+        """
+        if self._rewards is None:
+            scores = [ResponseScore(0.0)] * len(completions)
+        else:
+            scores = self._rewards.score(completions, examples)
+        grades = [self._grade(*each) for each in zip(completions, examples, scores, strict=True)]
+        self.error_count += sum(bool(grade.errors) for grade in grades)
+        return grades
+
+    def _grade(self, completion: str, example: Example, score: ResponseScore) -> Graded:
         try:
-            return self._inner.grade(completion, example)
+            return Graded(self._inner.grade(completion, example, score), score, score.errors)
         except Exception as error:  # noqa: BLE001  a grader may be user code, as in RewardSet
-            with self._lock:
-                self.error_count += 1
+            message = f"{type(error).__name__}: {error}"
             _log.warning(
-                "grading of %s failed, so it counts as wrong: %s: %s; completion: %s",
-                example.id, type(error).__name__, error, excerpt(completion),
+                "grading of %s failed, so it counts as wrong: %s; completion: %s",
+                example.id, message, excerpt(completion),
             )  # fmt: skip
-            return dict.fromkeys(self.metrics, 0.0)
+            return Graded(dict.fromkeys(self.metrics, 0.0), score, {**score.errors, "grader": message})
 
     def weights(self, example: Example) -> dict[str, float]:
         """Return the weight of this example in the mean of each metric."""
         return self._inner.weights(example)
 
     def close(self) -> None:
-        """Close the grader."""
+        """Close the grader and the rewards."""
         self._inner.close()
+        if self._rewards is not None:
+            self._rewards.close()

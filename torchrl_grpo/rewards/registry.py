@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS, REWARDS, dataset_kind, load_built_in
 from torchrl_grpo.config.checks.data import check_rewards
+from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, MixtureGrader
+from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, MixtureGrader, OwnRewardGrader
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import user_reward
 from torchrl_grpo.rewards.types import Grader, Reward
@@ -98,12 +99,23 @@ def _check_answer(cfg: Config, name: str, example: Example | None) -> None:
         )
 
 
+def _check_example(cfg: Config, name: str, example: Example | None) -> None:
+    """Refuse a reward that needs what a problem does not have.
+
+    Raises:
+        ConfigError: it is a column, or the answer.
+    """
+    if name not in cfg.reward.functions:
+        _check_answer(cfg, name, example)
+    elif example is not None:
+        spec = _user_reward_spec(cfg, name)
+        spec.load()[1].check_columns(example, spec)
+
+
 def _build(cfg: Config, name: str, example: Example | None) -> Reward:
+    _check_example(cfg, name, example)
     if name in cfg.reward.functions:
-        return user_reward.build(
-            _user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example
-        )
-    _check_answer(cfg, name, example)
+        return user_reward.build(_user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers)
     reward: Reward = load_built_in(REWARDS[name].build)(cfg)
     return reward
 
@@ -152,10 +164,10 @@ def _build_one_set(cfg: Config, example: Example | None, group_size: int | None)
 def eval_reward_name(cfg: Config) -> str:
     """Return the name of the reward that grades the evaluation.
 
-    It is ``eval.reward`` if that is set. Otherwise it is the reward of correctness with the largest positive
-    weight (:class:`~torchrl_grpo.config.builtin.BuiltInReward`). In a tie, the data set's default is chosen
-    if it is among the tied rewards, and the first of them otherwise. If no reward of correctness has a
-    positive weight, it is the data set's default.
+    It is ``eval.reward`` if that is set. Otherwise it is the reward with the largest positive weight, among
+    those of correctness (:class:`~torchrl_grpo.config.builtin.BuiltInReward`) and those of the user. In a
+    tie, the data set's default is chosen if it is among the tied rewards, and the first of them otherwise. If
+    none has a positive weight, it is the heaviest of the user, or else the data set's default.
 
     Args:
         cfg: configuration; ``eval.reward``, ``reward`` and ``env.dataset`` are read.
@@ -166,13 +178,21 @@ def eval_reward_name(cfg: Config) -> str:
     default = DATASETS[dataset_kind(cfg.env.dataset)].eval_reward
     if cfg.env.environment is not None:
         default = "environment"
-    rewarded = {
-        name: weight
-        for name, weight in weights.items()
-        if name in REWARDS and REWARDS[name].is_correctness and weight > 0
-    }
+    own = {name: weight for name, weight in weights.items() if name in cfg.reward.functions and weight}
+    judges = {name for name, reward in REWARDS.items() if reward.is_correctness} | own.keys()
+    rewarded = {name: weight for name, weight in weights.items() if name in judges and weight > 0} or own
     heaviest = [name for name, weight in rewarded.items() if weight == max(rewarded.values())]
     return default if default in heaviest or not heaviest else heaviest[0]
+
+
+def grader_name(cfg: Config) -> str:
+    """Return what grades the evaluation, for the user: a reward and its metric, or those of each part."""
+    if parts := mixture_parts(cfg):
+        return ", ".join(f"{grader_name(part.cfg)} ({part.name})" for part in parts)
+    name = eval_reward_name(cfg)
+    if name in cfg.reward.functions or (own := REWARDS[name].grader) is None:
+        return name
+    return f"{name}/{load_built_in(own).primary}"
 
 
 def build_grader(
@@ -182,37 +202,84 @@ def build_grader(
 ) -> CountingGrader:
     """Build the grader that :func:`eval_reward_name` names. The caller must close it: it may start processes.
 
+    With rewards of the user, all rewards of the run score held-out responses too.
+
     Args:
-        cfg: configuration; ``env.dataset``, ``env.answer_format`` and ``reward`` are read.
-        shared: rewards of the run. If they include the reward that the grader needs, the grader uses it and
-            its worker processes instead of starting its own. Close the grader before the rewards. A reward of
-            the user is not shared, because it may have a state.
+        cfg: configuration; ``env.dataset``, ``env.answer_format``, ``eval`` and ``reward`` are read.
+        shared: rewards of the run. If they include a built-in reward that the grader needs, the grader uses
+            it and its worker processes instead of starting its own. Close the grader before the rewards. A
+            reward of the user is not shared, because it may have a state.
         examples: see :func:`build_reward_set`.
 
     Returns:
         A grader that counts its errors.
     """
     examples = examples or {}
-    if parts := mixture_parts(cfg):
-        with ExitStack() as stack:
-            graders = {}
-            for part in parts:
-                own = shared.sets[part.name] if isinstance(shared, MixtureRewardSet) else None
-                graders[part.name] = _build_one_grader(part.cfg, own, examples.get(part.name))
-                stack.callback(graders[part.name].close)
-            stack.pop_all()
-        return CountingGrader(MixtureGrader(graders))
-    assert not isinstance(shared, MixtureRewardSet)
-    return CountingGrader(_build_one_grader(cfg, shared, examples.get("")))
+    parts = mixture_parts(cfg)
+    scores = cfg.eval.num_problems > 0 and any(run.reward.functions for run in (cfg, *(p.cfg for p in parts)))
+    notes: list[str] = []
+    with ExitStack() as stack:
+        sets: dict[str, RewardSet] = {}
+        graders: dict[str, Grader] = {}
+        for name, of_part in {part.name: part.cfg for part in parts}.items() or {"": cfg}.items():
+            common = shared.sets[name] if isinstance(shared, MixtureRewardSet) else shared
+            if scores:
+                sets[name] = _held_out_set(of_part, common, examples.get(name), notes)
+                stack.callback(sets[name].close)
+            prefix = f"{name}/" if parts else ""
+            graders[name] = _build_one_grader(of_part, common, examples.get(name), prefix)
+            stack.callback(graders[name].close)
+        stack.pop_all()
+    if parts:
+        rewards = MixtureRewardSet(sets) if scores else None
+        return CountingGrader(MixtureGrader(graders), rewards, grader_name(cfg), notes)
+    return CountingGrader(graders[""], sets.get(""), grader_name(cfg), notes)
 
 
-def _build_one_grader(cfg: Config, shared: RewardSet | None, example: Example | None) -> Grader:
-    name = eval_reward_name(cfg)
-    if name not in cfg.reward.functions:
-        _check_answer(cfg, name, example)
-    if name in REWARDS and (own := REWARDS[name].grader) is not None:
+def _held_out_set(
+    cfg: Config, shared: RewardSet | None, example: Example | None, notes: list[str]
+) -> RewardSet:
+    """Build the rewards that score held-out responses: those of the run, and the one that grades.
+
+    A reward that needs what held-out problems do not have is left out, with a note, unless it grades.
+    """
+    weights, borrowed = check_weights(cfg), set()
+    if (grades := eval_reward_name(cfg)) in cfg.reward.functions:
+        weights.setdefault(grades, 0.0)
+    pairs: list[tuple[Reward, float]] = []
+    with ExitStack() as stack:
+        for name, weight in weights.items():
+            try:
+                _check_example(cfg, name, example)
+            except ConfigError as error:
+                if name == grades:
+                    raise
+                notes.append(f"warning: held-out responses are not scored by {name}. {error}")
+                continue
+            own = name in cfg.reward.functions
+            reward = None if own or shared is None else shared.get(name)
+            if reward is not None:
+                borrowed.add(name)
+            else:
+                reward = _build(cfg, name, example)
+                stack.callback(close_all, [reward])
+            pairs.append((reward, weight))
+        stack.pop_all()
+    return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers, cfg.eval.samples or 1, borrowed)
+
+
+def _build_one_grader(cfg: Config, shared: RewardSet | None, example: Example | None, prefix: str) -> Grader:
+    name, threshold = eval_reward_name(cfg), cfg.eval.threshold
+    if name in cfg.reward.functions:
+        return OwnRewardGrader(prefix + name, threshold)
+    _check_answer(cfg, name, example)
+    if (own := REWARDS[name].grader) is not None:
+        if threshold is not None and not prefix:
+            wrong = f"the reward {name} grades, which says itself what is right"
+            raise bad_value("eval.threshold", threshold, wrong, "eval.threshold=null")
         grader: Grader = load_built_in(own)()
         return grader
-    shares = shared is not None and name not in cfg.reward.functions
-    reward = shared.get(name) if shared is not None and shares else None
-    return AccuracyGrader(reward or _build(cfg, name, example), owned=reward is None)
+    reward = None if shared is None else shared.get(name)
+    return AccuracyGrader(
+        reward or _build(cfg, name, example), reward is None, 1.0 if threshold is None else threshold
+    )

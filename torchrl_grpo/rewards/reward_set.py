@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchrl_grpo.data.example import Example
@@ -27,6 +27,7 @@ class RewardSet:
         workers: number of calls of rewards that run in parallel. A call has one completion, or those of a
             group if the reward takes a batch.
         group_size: number of responses in a group. Without it, neighbors with the same problem are a group.
+        borrowed: names of rewards that are not closed with this set.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class RewardSet:
         on_error: float = 0.0,
         workers: int = 1,
         group_size: int | None = None,
+        borrowed: Collection[str] = (),
     ) -> None:
         assert len({reward.name for reward, _ in rewards}) == len(rewards), "reward names must differ"
         self._rewards = list(rewards)
         self._on_error = on_error
         self._group_size = group_size
+        self._borrowed = borrowed
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, "reward") if workers > 1 else None
         self.error_count = 0
@@ -76,16 +79,14 @@ class RewardSet:
         if len(completions) != len(examples):
             raise ValueError(f"{len(completions)} completions but {len(examples)} examples")
         outcomes = [self._outcomes(reward, completions, examples) for reward, _ in self._rewards]
-        return [
-            self._sum(*row) for row in zip(completions, examples, zip(*outcomes, strict=True), strict=True)
-        ]
+        rows = zip(*outcomes, strict=True) if outcomes else [()] * len(completions)
+        return [self._sum(*row) for row in zip(completions, examples, rows, strict=True)]
 
     def close(self) -> None:
         """Close the rewards. It may be called twice."""
         if self._threads is not None:
             self._threads.shutdown()
-        for reward, _ in self._rewards:
-            close_all([reward])
+        close_all([reward for reward, _ in self._rewards if reward.name not in self._borrowed])
 
     def _outcomes(
         self, reward: Reward, completions: Sequence[str], examples: Sequence[Example]

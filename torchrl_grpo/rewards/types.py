@@ -75,8 +75,13 @@ class Grader(Protocol):
         """All metrics, in display order."""
         ...
 
-    def grade(self, completion: str, example: Example) -> dict[str, float]:
-        """Return a value in [0, 1] for each metric: 0 or 1, unless the metric averages parts of an example.
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
+        """Return a value for each metric: 0 or 1, unless the metric averages parts of an example, or rewards.
+
+        Args:
+            completion: text that the model wrote.
+            example: problem that the completion answers.
+            score: what the rewards gave for it; empty if they were not asked.
 
         Raises:
             Exception: any failure. :class:`~torchrl_grpo.rewards.graders.CountingGrader` counts and logs it.

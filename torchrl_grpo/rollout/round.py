@@ -164,20 +164,22 @@ def staleness_metrics(groups: TensorDict, step: int, steps_per_round: int) -> di
     }
 
 
-def pass_rates(round_: Round, reward: str) -> dict[int, float]:
+def pass_rates(round_: Round, reward: str, threshold: float) -> dict[int, float]:
     """Return the share of right responses of each group, by its number.
 
     Args:
         round_: the round.
-        reward: name of the reward that is 1 or more for a right response. The sum of the rewards counts for a
+        reward: name of the reward that says which response is right. The sum of the rewards counts for a
             response that has no such reward.
+        threshold: least value of a right response.
     """
     P, G = round_.groups["group_id"].shape
     numbers = round_.groups["group_id"][:, 0].tolist()
     # In float32 0.7 + 0.2 + 0.1 is 1.
     totals = round_.groups["next", "reward"].float().flatten().tolist()
     right = [
-        parts.get(reward, total) >= 1.0 for parts, total in zip(round_.rewards_by_name, totals, strict=True)
+        parts.get(reward, total) >= threshold
+        for parts, total in zip(round_.rewards_by_name, totals, strict=True)
     ]
     return {numbers[p]: sum(right[p * G : (p + 1) * G]) / G for p in range(P)}
 

@@ -3,8 +3,9 @@
 ``python -m torchrl_grpo.tools.verify_resume [--kills 5] [--seed 0] [overrides ...]``
 
 runs the given configuration once to its end, then again with ``kill -9`` at random moments, one of them
-while a checkpoint is written. ``resume=auto`` follows each kill. At the end every line of ``metrics.jsonl``
-and ``rollouts.jsonl`` must be equal except for timings. The exit code is 0 if they are, else 1.
+while a checkpoint is written. ``resume=auto`` follows each kill. At the end every line of ``metrics.jsonl``,
+``rollouts.jsonl`` and ``evaluations.jsonl`` must be equal except for timings. The exit code is 0 if they are,
+else 1.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> boo
             shutil.rmtree(broken)
     run_to_end(broken, overrides)
     equal = True
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):
         left, right = read(whole / name), read(broken / name)
         difference = first_difference(left, right)
         equal = equal and difference is None

@@ -36,7 +36,7 @@ from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.observe import loggers
-from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
+from torchrl_grpo.observe.metrics import EvaluationWriter, MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.planning import placement
@@ -156,6 +156,8 @@ def _build(
     messages(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
+    for note in job.grader.notes:
+        messages(note)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
     initial_weights = weights_source(cfg, base_model, resume_from)
     # From here on total_dialog_turns is set, also if the user gave num_epochs, and so is the token budget.
@@ -277,12 +279,19 @@ def _open_outputs(
     rollouts = RolloutWriter(run_dir, step) if cfg.logging.rollouts else None
     if rollouts is not None:
         exit_stack.callback(rollouts.close)
+    evaluated = step
+    if step is not None and state.unlogged and metrics.last_step != step:
+        # The metrics of the step were not written, so its evaluation is repeated.
+        evaluated = step - 1
+    evaluations = EvaluationWriter(run_dir, evaluated) if cfg.logging.rollouts else None
+    if evaluations is not None:
+        exit_stack.callback(evaluations.close)
     chosen = loggers.build(cfg, run_dir, step)
     exit_stack.callback(chosen.close)
     if step is not None:
         end = "; it has already ended" if schedule.is_finished(step) else ""
         progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
-    outputs = Outputs(run_dir, metrics, rollouts, chosen, progress)
+    outputs = Outputs(run_dir, metrics, rollouts, evaluations, chosen, progress, job.grader.name)
     lost = [] if step is None else outputs.lost_lines(step, schedule, state)
     for note in (*lost, *chosen.notes):
         progress.note(note)

@@ -1,4 +1,4 @@
-"""Measures accuracy on the held-out problems: greedy, and pass@k on request.
+"""Measures accuracy or rewards on the held-out problems: greedy or sampled, and pass@k on request.
 
 An evaluation does not change the random states of training.
 """
@@ -6,21 +6,33 @@ An evaluation does not change the random states of training.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
-from torchrl_grpo.data.episode import ResponseText
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, render
-from torchrl_grpo.envs.responses import judged_texts
-from torchrl_grpo.inference.protocol import Inference, Sampling
-from torchrl_grpo.observe.stats import pass_at_k, wilson
-from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.envs.responses import judged_texts, written_texts
+from torchrl_grpo.inference.protocol import Completion, Inference, Sampling
+from torchrl_grpo.observe.stats import mean_interval, pass_at_k, wilson
+from torchrl_grpo.rewards.graders import MEAN_REWARD, CountingGrader, Graded
 from torchrl_grpo.runtime.rng import derive_seed
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation.
+
+    Attributes:
+        metrics: metrics by name.
+        rows: what ``evaluations.jsonl`` says of each response, without the step.
+    """
+
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
 
 
 class Evaluator:
@@ -47,83 +59,137 @@ class Evaluator:
         self.tokenizer = tokenizer
         self.grader = grader
         self.max_new_tokens = cfg.inference_model.max_new_tokens
+        self.samples = cfg.eval.samples
         self.pass_at_k = cfg.eval.pass_at_k
         self.temperature = cfg.eval.temperature
         self.seed = cfg.seed
         self.episodes = has_episodes(cfg)
-        self.prompts = [render(tokenizer, example)[1] for example in examples]
-        # What is known of each problem after an evaluation.
-        self.rows: list[dict[str, Any]] = []
+        rendered = [render(tokenizer, example) for example in examples]
+        self.texts = [text for text, _ in rendered]
+        self.prompts = [tokens for _, tokens in rendered]
+        # Or whether a reward grades that may give any number.
+        self.says_what_is_right = grader.primary != MEAN_REWARD
         longest = cfg.inference_model.max_model_len - cfg.inference_model.max_new_tokens
         for example, prompt in zip(examples, self.prompts, strict=True):
             check_length(example, len(prompt), longest)
 
-    def __call__(self, engine: Inference) -> dict[str, float]:
+    def __call__(self, engine: Inference) -> Evaluation:
         """Evaluate the weights that ``engine`` holds.
 
         Returns:
-            ``eval/accuracy`` (the grader's primary metric) with ``eval/accuracy_low`` and
-            ``eval/accuracy_high`` (95 % Wilson interval), ``eval/<metric>`` for every metric,
-            ``eval/num_problems``, ``eval/errors`` (number of responses whose grading raised an error; they
-            count as wrong), ``eval/response_length`` (mean number of tokens), and ``eval/pass_at_<k>`` if
-            ``eval.pass_at_k`` is greater than 1.
+            The responses, and the metrics: ``eval/<metric>`` for every metric of the grader. If its primary
+            one says what is right, it is also ``eval/accuracy`` with ``eval/accuracy_low`` and
+            ``eval/accuracy_high`` (95 % Wilson interval). If it is a reward that may give any number, it is
+            ``eval/primary`` with an interval of its mean, and the accuracy is there if all values are 0 or 1.
+            With rewards of the user, ``eval/reward`` is their sum and ``eval/reward/<name>`` each.
+            ``eval/num_problems``, ``eval/errors`` (number of responses whose grading raised an error),
+            ``eval/response_length`` (mean number of tokens), and ``eval/pass_at_<k>`` if ``eval.pass_at_k``
+            is greater than 1.
         """
         errors = self.grader.error_count
-        greedy = self._answers(engine, Sampling(1, self.max_new_tokens, 0.0))
-        grades = [
-            self.grader.grade(texts[0], example)
-            for texts, example in zip(greedy[0], self.examples, strict=True)
-        ]
-        self.rows = [
-            {"id": example.id, "response": str(texts[0]), "grade": grade[self.grader.primary]}
-            for example, texts, grade in zip(self.examples, greedy[0], grades, strict=True)
-        ]
+        completions = self._answers(engine, self.samples)
+        grades = self._grade(completions)
+        metrics = {**self._of_grader(grades), **_of_rewards(grades)}
+        metrics["eval/num_problems"] = len(self.examples)
+        metrics["eval/errors"] = self.grader.error_count - errors
+        metrics["eval/response_length"] = _mean_length(completions)
+        if self.pass_at_k > 1:
+            enough = self.samples is not None and self.samples >= self.pass_at_k
+            sampled = grades if enough else self._grade(self._answers(engine, self.pass_at_k))
+            metrics[f"eval/pass_at_{self.pass_at_k}"] = self._pass_at_k(sampled)
+        return Evaluation(metrics, self._rows(completions, grades))
+
+    def _of_grader(self, grades: list[list[Graded]]) -> dict[str, float]:
         weights = [self.grader.weights(example) for example in self.examples]
         metrics: dict[str, float] = {}
         for name in self.grader.metrics:
+            values = [_mean([grade.metrics[name] for grade in group]) for group in grades]
             total = sum(weight[name] for weight in weights)
             if total == 0:
                 # A part of a mixture without held-out problems.
                 continue
-            right = sum(grade[name] * weight[name] for grade, weight in zip(grades, weights, strict=True))
+            right = sum(value * weight[name] for value, weight in zip(values, weights, strict=True))
             metrics[f"eval/{name}"] = right / total
-            if name == self.grader.primary:
+            if name != self.grader.primary:
+                continue
+            if name == MEAN_REWARD and (bounds := mean_interval(values)) is not None:
+                metrics |= {"eval/primary_low": bounds[0], "eval/primary_high": bounds[1]}
+            if name != MEAN_REWARD or all(g.metrics[name] in (0.0, 1.0) for group in grades for g in group):
                 low, high = wilson(right, round(total))
                 metrics |= {
                     "eval/accuracy": right / total,
                     "eval/accuracy_low": low,
                     "eval/accuracy_high": high,
                 }
-        metrics["eval/num_problems"] = len(self.examples)
-        metrics["eval/errors"] = self.grader.error_count - errors
-        metrics["eval/response_length"] = greedy[1]
-        if self.pass_at_k > 1:
-            metrics[f"eval/pass_at_{self.pass_at_k}"] = self._pass_at_k(engine)
         return metrics
 
-    def _pass_at_k(self, engine: Inference) -> float:
-        seeds = [derive_seed(self.seed, "eval", example.id) for example in self.examples]
-        sampled, _ = self._answers(
-            engine, Sampling(self.pass_at_k, self.max_new_tokens, self.temperature, seeds)
-        )
+    def _pass_at_k(self, grades: list[list[Graded]]) -> float:
         scores = []
-        for texts, example in zip(sampled, self.examples, strict=True):
-            right = sum(self.grader.grade(text, example)[self.grader.primary] >= 1 for text in texts)
-            scores.append(pass_at_k(len(texts), right, self.pass_at_k))
-        return sum(scores) / len(scores)
+        for group in grades:
+            right = sum(grade.metrics[self.grader.primary] >= 1.0 for grade in group)
+            scores.append(pass_at_k(len(group), right, self.pass_at_k))
+        return _mean(scores)
 
-    def _answers(self, engine: Inference, sampling: Sampling) -> tuple[list[list[ResponseText]], float]:
-        """Return the texts for each problem, and their mean length in tokens."""
+    def _grade(self, completions: list[list[Completion]]) -> list[list[Graded]]:
+        texts = [
+            text
+            for prompt, group in zip(self.prompts, completions, strict=True)
+            for text in judged_texts(self.tokenizer, group, [prompt] * len(group))
+        ]
+        size = len(completions[0])
+        grades = self.grader.grade(texts, [example for example in self.examples for _ in range(size)])
+        return [grades[at : at + size] for at in range(0, len(grades), size)]
+
+    def _answers(self, engine: Inference, samples: int | None) -> list[list[Completion]]:
+        """Return the responses to each problem: one greedy response, or several samples."""
+        sampling = Sampling(1, self.max_new_tokens, 0.0)
+        if samples is not None:
+            seeds = [derive_seed(self.seed, "eval", example.id) for example in self.examples]
+            sampling = Sampling(samples, self.max_new_tokens, self.temperature, seeds)
         if self.episodes:
             sampling = replace(sampling, problems=self.examples)
-        completions = engine.generate(self.prompts, sampling)
-        texts = [
-            judged_texts(self.tokenizer, group, [prompt] * len(group))
-            for prompt, group in zip(self.prompts, completions, strict=True)
-        ]
-        counts = [
-            len(completion.token_ids) if completion.sampled is None else sum(completion.sampled)
-            for group in completions
-            for completion in group
-        ]
-        return texts, sum(counts) / len(counts)
+        return engine.generate(self.prompts, sampling)
+
+    def _rows(self, completions: list[list[Completion]], grades: list[list[Graded]]) -> list[dict[str, Any]]:
+        rows = []
+        for example, prompt, group, judged in zip(
+            self.examples, self.texts, completions, grades, strict=True
+        ):
+            weights = self.grader.weights(example)
+            texts = written_texts(self.tokenizer, group)
+            for text, completion, grade in zip(texts, group, judged, strict=True):
+                row: dict[str, Any] = {"id": example.id, "prompt": prompt, "response": text}
+                own = grade.score.parts
+                row["rewards"] = own or {name: grade.metrics[name] for name in weights if weights[name]}
+                if own:
+                    row["reward"] = grade.score.total
+                row["grade"] = grade.metrics[self.grader.primary]
+                if completion.record is not None:
+                    row["messages"] = completion.record.messages
+                if grade.errors:
+                    row["errors"] = grade.errors
+                rows.append(row)
+        return rows
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_length(completions: list[list[Completion]]) -> float:
+    counts = [
+        len(completion.token_ids) if completion.sampled is None else sum(completion.sampled)
+        for group in completions
+        for completion in group
+    ]
+    return sum(counts) / len(counts)
+
+
+def _of_rewards(grades: list[list[Graded]]) -> dict[str, float]:
+    """Return the mean of the sum of the rewards and of each; nothing if they were not asked."""
+    scores = [grade.score for group in grades for grade in group]
+    names = sorted({name for score in scores for name in score.parts})
+    metrics = {"eval/reward": _mean([score.total for score in scores])} if names else {}
+    for name in names:
+        metrics[f"eval/reward/{name}"] = _mean([s.parts[name] for s in scores if name in s.parts])
+    return metrics

@@ -60,7 +60,7 @@ def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
 
 def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
-    """Measure the held-out accuracy of a model, without a run folder.
+    """Measure the held-out accuracy or rewards of a model, without a run folder.
 
     Args:
         cfg: validated configuration.
@@ -83,7 +83,7 @@ def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, 
     # Do not open a run in the user's loggers for an evaluation.
     cfg = replace(cfg, logging=replace(cfg.logging, backends=[], rollouts=False))
     problems = data.load(cfg)
-    examples = problems.first_examples()
+    examples = problems.first_examples(held_out=True)
     plan = preflight.announce(cfg, asynchronous=False)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -102,7 +102,7 @@ def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, 
         try:
             session = build_session(job, plan=plan, ranks=ranks)
             try:
-                return session.evaluate_only(), session.parts.evaluator.rows
+                return session.evaluate_only(), session.responses
             finally:
                 session.close()
         finally:
@@ -160,9 +160,8 @@ def _prepare_and_train(
     cfg: Config, run_dir: Path, problems: data.Problems, *, resume_from: Path | None, plan: Plan
 ) -> dict[str, Any]:
     # Used to check that each problem has what the rewards need.
-    examples = problems.first_examples()
-    rewarded = examples if cfg.train.method == "grpo" else None
-    graded = examples if cfg.eval.num_problems > 0 else None
+    rewarded = problems.first_examples() if cfg.train.method == "grpo" else None
+    graded = problems.first_examples(held_out=True) if cfg.eval.num_problems > 0 else None
     try:
         with (
             screen.libraries_to_log(),
@@ -249,18 +248,22 @@ def _train(
     finally:
         ranks.release()
         session.close()
-    report.plot(run_dir)
-    after = last.get("eval/accuracy")
+    counters = session.counters
+    report.plot(run_dir, grader.name)
+    after, mean = last.get("eval/accuracy"), last.get("eval/primary")
+    if mean is not None:
+        bounds = [last.get("eval/primary_low"), last.get("eval/primary_high")]
+        extras |= {"primary_before": counters.primary_before, "primary_after": mean, "primary_ci95": bounds}
     path = report.summary(
         run_dir,
-        accuracy_before=session.counters.accuracy_before,
+        accuracy_before=None if counters.any_number else counters.accuracy_before,
         accuracy_after=after,
         accuracy_ci95=None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"]),
-        steps=session.counters.step,
+        steps=counters.step,
         seconds=seconds,
         peak_memory_gib=peak_memory_gib,
         extras=extras,
-        any_signal=session.counters.any_signal,
+        any_signal=counters.any_signal,
         stream=screen.out(),
     )
     return dict(json.loads(path.read_text()))

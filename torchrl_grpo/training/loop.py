@@ -128,7 +128,7 @@ def collect(run: Session) -> dict[str, float]:
 def observe_pass_rates(run: Session, collected: Round) -> None:
     """Tell the stream of problems how many responses of each group were right."""
     if run.learns_from_samples:
-        run.parts.collector.env.stream.observe(pass_rates(collected, run.pass_reward))
+        run.parts.collector.env.stream.observe(pass_rates(collected, run.pass_reward, run.pass_threshold))
 
 
 def record_solutions(run: Session) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,7 +20,7 @@ from torchrl_grpo.checkpoints.run_dir import launch_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.loggers import Loggers
-from torchrl_grpo.observe.metrics import METRICS, MetricsWriter, RolloutWriter, read_jsonl
+from torchrl_grpo.observe.metrics import METRICS, EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.rollout.round import Round, rollout_rows
@@ -44,25 +45,32 @@ class Outputs:
         run_dir: folder of the run.
         metrics: writer of ``metrics.jsonl``.
         rollouts: writer of ``rollouts.jsonl``; None with ``logging.rollouts=false``.
+        evaluations: writer of ``evaluations.jsonl``; None with ``logging.rollouts=false`` too.
         loggers: loggers of ``logging.backends``.
         progress: progress bar, or plain lines.
+        grader: what grades the evaluation.
     """
 
     run_dir: Path
     metrics: MetricsWriter
     rollouts: RolloutWriter | None
+    evaluations: EvaluationWriter | None
     loggers: Loggers
     progress: Progress
+    grader: str
 
     def lost_lines(self, step: int, schedule: RunSchedule, state: SessionState) -> list[str]:
         """Describe what the files of a run that is resumed after ``step`` lack."""
-        evaluated = state.counters.accuracy_before is not None
+        evaluated = state.counters.evaluated_before
         # The run may have ended before it wrote the metrics of its last step, which the checkpoint then has.
         steps = range(0 if evaluated else 1, step if state.unlogged else step + 1)
         rounds = range(1, step + 1, schedule.steps_per_round)
         messages = [self.metrics.missing(steps)]
         if self.rollouts is not None:
             messages.append(self.rollouts.missing(rounds))
+        if self.evaluations is not None:
+            due = [each for each in steps if each == 0 or schedule.is_evaluation_due(each)]
+            messages.append(self.evaluations.missing(due))
         return [message for message in messages if message is not None]
 
     def check(self) -> None:
@@ -71,24 +79,28 @@ class Outputs:
         Raises:
             RunFolderLost: a file was deleted or moved.
         """
-        self.metrics.check()
-        if self.rollouts is not None:
-            self.rollouts.check()
+        for writer in (self.metrics, self.rollouts, self.evaluations):
+            if writer is not None:
+                writer.check()
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one step everywhere.
+    def write(self, step: int, metrics: dict[str, float], responses: Sequence[Mapping[str, Any]]) -> None:
+        """Write the metrics of one step everywhere, and the responses of its evaluation.
 
         Raises:
             RunFolderLost: a file was deleted or moved. Nothing is written then.
         """
         self.check()
+        if self.evaluations is not None:
+            # Before the metrics: lines without metrics are removed when the run is resumed.
+            self.evaluations.write(step, responses)
         self.metrics.write(step, metrics)
         self.loggers.log_scalars(metrics, step)
         self.progress.update(
             step,
             reward=metrics.get("reward/mean"),
             loss=None if "reward/mean" in metrics else metrics.get("loss/total"),
-            accuracy=metrics.get("eval/accuracy"),
+            held_out=metrics.get("eval/accuracy", metrics.get("eval/primary")),
+            held_out_name="accuracy" if "eval/accuracy" in metrics else f"held-out {self.grader}",
             kl=metrics.get("kl/reference", metrics.get("kl/sampling_policy")),
             tokens_per_s=metrics.get("throughput/generated_tokens_per_s"),
         )
@@ -149,8 +161,9 @@ class Session:
         exit_stack: ExitStack,
     ) -> None:
         self.cfg = cfg
-        # Reward that says whether a response is right.
+        # Reward that says whether a response is right, and its least value for one that is.
         self.pass_reward = eval_reward_name(cfg)
+        self.pass_threshold = 1.0 if cfg.eval.threshold is None else cfg.eval.threshold
         # Whether the model learns from responses that it sampled, and not from solutions.
         self.learns_from_samples = cfg.train.method == "grpo"
         self.schedule = schedule
@@ -160,6 +173,8 @@ class Session:
         self.outputs = outputs
         self._exit_stack = exit_stack
         self._asleep = False
+        # Responses of the newest evaluation, for as long as they are not written.
+        self.responses: list[dict[str, Any]] = []
         self.saved_step = state.counters.step
 
     def begin(self) -> None:
@@ -183,10 +198,15 @@ class Session:
         # After a resumption, metrics.jsonl usually has this step already, so it is not evaluated and logged
         # again. The step is missing there if the checkpoint was written before the step was logged.
         logged = self.outputs.metrics.last_step == step
+        grader, evaluator = self.outputs.grader, self.parts.evaluator
+        if self.schedule.evaluates:
+            self.outputs.progress.note(f"held out: {len(evaluator.examples)} problems, graded by {grader}")
         if self.schedule.is_initial_evaluation_due(step) and not logged:
-            self.outputs.progress.phase("measuring accuracy before training")
+            what = "accuracy" if evaluator.says_what_is_right else f"the reward {grader}"
+            self.outputs.progress.phase(f"measuring {what} before training")
             metrics = self.evaluate()
-            self.counters.accuracy_before = metrics["eval/accuracy"]
+            self.counters.accuracy_before = metrics.get("eval/accuracy")
+            self.counters.primary_before = metrics.get("eval/primary")
             self.log(metrics)
         if self.state.unlogged and not logged:
             # The run lost its workers after this step, before the step's metrics were written.
@@ -244,16 +264,21 @@ class Session:
         return {**metrics, **self.throughput.publication_metrics(time.perf_counter() - started)}
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the held-out accuracy of the weights that were published last.
+        """Measure the held-out accuracy or rewards of the weights that were published last.
 
         Raises:
             TrainingStopped: a worker that took part does not hold these weights.
         """
         started = time.perf_counter()
-        metrics = self.parts.evaluator(self.parts.engine)
+        evaluation = self.parts.evaluator(self.parts.engine)
         # A worker that was restarted during the evaluation reported its checksums before it generated, so
         # check them now.
         self.parts.publisher.verify_new_results()
+        metrics, self.responses = evaluation.metrics, evaluation.rows
+        # A reward that was once neither 0 nor 1 is no verdict, even if all its values of today are.
+        self.counters.any_number |= "eval/accuracy" not in metrics
+        if self.counters.any_number:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("eval/accuracy")}
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def evaluate_only(self) -> dict[str, float]:
@@ -263,8 +288,8 @@ class Session:
 
     def log(self, metrics: dict[str, float]) -> None:
         """Write the metrics of the current step everywhere."""
-        self.outputs.write(self.counters.step, metrics)
-        self.state.unlogged = {}
+        self.outputs.write(self.counters.step, metrics, self.responses)
+        self.state.unlogged, self.responses = {}, []
 
     def write_rollouts(self, round_: Round) -> None:
         """Write every response of a round, under the first of the steps that train on the round."""
@@ -319,6 +344,7 @@ class Session:
     def summary_entries(self) -> dict[str, Any]:
         """Return the entries of ``summary.json`` other than accuracy, steps, time and memory."""
         return {
+            "grader": self.outputs.grader,
             "eval_problems": len(self.parts.evaluator.examples),
             "response_tokens": self.counters.response_tokens,
             "reward_errors": self.counters.reward_errors,

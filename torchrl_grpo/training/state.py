@@ -35,6 +35,8 @@ class Counters:
         reward_errors: rewards that raised.
         seconds: time that earlier processes spent on the run; 0 if it was not resumed.
         accuracy_before: held-out accuracy before training; None if it was not measured.
+        primary_before: mean held-out reward before training; None if no reward of the user grades.
+        any_number: whether the reward that grades has had other values than 0 and 1.
         any_signal: whether the rewards of any group differed.
         peak_memory_gib: largest resident memory of the run's earlier processes, before it was resumed.
         peak_cuda_gib: largest GPU memory of the run's earlier processes.
@@ -46,9 +48,16 @@ class Counters:
     reward_errors: int = 0
     seconds: float = 0.0
     accuracy_before: float | None = None
+    primary_before: float | None = None
+    any_number: bool = False
     any_signal: bool = False
     peak_memory_gib: float = 0.0
     peak_cuda_gib: float = 0.0
+
+    @property
+    def evaluated_before(self) -> bool:
+        """Whether there was an evaluation before training."""
+        return self.accuracy_before is not None or self.primary_before is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counters by name."""

@@ -14,6 +14,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.ifeval.schema import clean_truth
 from torchrl_grpo.rewards.ifeval.scoring import follow_list
 from torchrl_grpo.rewards.ifeval.text import require_packages
+from torchrl_grpo.rewards.types import ResponseScore
 
 METRICS = ("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose")
 
@@ -93,7 +94,7 @@ class IFEvalGrader:
     def __init__(self) -> None:
         require_packages()
 
-    def grade(self, completion: str, example: Example) -> dict[str, float]:
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
         """Return the four scores of one response; see :func:`four_scores`."""
         return four_scores(completion, example)
 

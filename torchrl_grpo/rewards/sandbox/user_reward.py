@@ -223,21 +223,16 @@ class UserBatchReward(UserReward):
         return self._score(completions, examples)
 
 
-def build(
-    spec: UserRewardSpec, timeout_s: float, workers: int, example: Example | None = None
-) -> UserReward | UserBatchReward:
+def build(spec: UserRewardSpec, timeout_s: float, workers: int) -> UserReward | UserBatchReward:
     """Check a reward and start its processes.
 
     Args:
         spec: the reward.
         timeout_s: time limit of a call in seconds.
         workers: number of processes.
-        example: any problem of the run, whose columns the function may need; None does not check them.
 
     Raises:
-        ConfigError: see :meth:`UserRewardSpec.load`; or a column is missing, or the reward cannot be created.
+        ConfigError: see :meth:`UserRewardSpec.load`; or the reward cannot be created.
     """
     _, form = spec.load()
-    if example is not None:
-        form.check_columns(example, spec)
     return (UserBatchReward if form.batched else UserReward)(spec, timeout_s, workers)
