@@ -16,13 +16,14 @@ from datasets import Dataset
 from forked import run_script
 from local_pool import LocalPool, collect_locally
 from safetensors.torch import load_file
-from script_objects import ROWS, Asking, Item, shorter
+from script_objects import ROWS, Asking, Endless, Item, shorter
 
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.api.launched import warn
 from torchrl_grpo.api.rows import PassedDataset, PassedReward
 from torchrl_grpo.cli import endings
 from torchrl_grpo.cli.compose import write_override
+from torchrl_grpo.data import load
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, DataError, UserError
@@ -223,6 +224,31 @@ def test_a_hugging_face_dataset_and_a_chat_column(make: Make) -> None:
 
 
 @pytest.mark.slow
+def test_prompts_and_a_function_are_enough(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [{"prompt": f"Greet the guests of room {number}."} for number in range(40)]
+    trainer = make({"eval.num_problems": None}, train_dataset=prompts, rewards=shorter)
+    summary = trainer.train()
+    assert (summary["grader"], summary["eval_problems"], summary["accuracy_after"]) == ("shorter", 8, None)
+    assert 0 < summary["primary_before"] <= 1 and 0 < summary["primary_after"] <= 1
+    said = capsys.readouterr()
+    assert "8 of 40 questions are held out" in said.err and "graded by          shorter\n" in said.out
+
+
+@pytest.mark.parametrize("stream", [Dataset.from_list(ROWS).to_iterable_dataset(), Endless()])
+def test_data_sets_that_stream_are_read_as_far_as_needed(make: Make, stream: Any) -> None:
+    config = {"eval.num_problems": None, "env.shuffle_buffer": 13, "reward.weights": {"format": 1}}
+    cfg = make(config, train_dataset=stream, rewards=["format"]).cfg
+    found = load(cfg)
+    if isinstance(stream, Endless):
+        # Four problems of two rounds, 200 held-out ones at most, and 13 further ones.
+        assert (len(found.train), len(found.held_out)) == (217 - 21, 21)
+        assert "is a stream, of which the first 217 rows are read" in found.notes[0]
+    else:
+        # Four sums are those of held-out ones, in another order.
+        assert (len(found.train), len(found.held_out)) == (len(ROWS) - 8 - 4, 8)
+
+
+@pytest.mark.slow
 def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -288,11 +314,8 @@ def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
         ({"nothing_like_it": 1}, "nothing_like_it: write one of the keys"),
         # What is no list of rows.
         ({"train_dataset": iter(ROWS)}, r"train_dataset is list_iterator, which has no length .*islice"),
+        ({"train_dataset": set("ab")}, r"train_dataset is set, which has no length or rows by number"),
         ({"train_dataset": ROWS, "eval_dataset": iter(ROWS)}, "eval_dataset is list_iterator"),
-        (
-            {"train_dataset": Dataset.from_list(ROWS).to_iterable_dataset()},
-            "is IterableDataset, which has no",
-        ),
         ({"train_dataset": {"train": ROWS, "test": ROWS}}, "is dict with the parts 'train', 'test'"),
         ({"train_dataset": Dataset.from_list(ROWS).to_pandas()}, r"is DataFrame.*to_dict"),
         (

@@ -53,6 +53,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {"env.task": None, "env.task_args": {}, "reward.weights": {}},
     ),
     ("env=countdown", {"env.fields": {"identity": "identity"}}),
+    ("env.dataset=mine.py:problems", {"env.answer_format": "plain"}),
+    ("env.dataset=jsonl env.data_path=.", {"env.answer_format": "plain"}),
+    ("env=jsonl env.data_path=.", {"env.answer_format": "plain"}),
+    ("env.dataset=mine.py:problems env.answer_format=tags", {"env.answer_format": "tags"}),
+    ("env=jsonl env.data_path=. env.answer_format=tags", {"env.answer_format": "tags"}),
+    ("env=arithmetic env.dataset=mine.py:problems", {"env.answer_format": "equation"}),
+    ("env.dataset=math", {"env.answer_format": "tags"}),
     # The data set that the columns are of.
     (
         "env=countdown env.dataset=torchrl_grpo.envs.episodes.countdown:problems",

@@ -16,11 +16,13 @@ import torch
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.values import ConstantGroups
 from torchrl_grpo.data import Example, load, problems, prompts
 from torchrl_grpo.data.identity import conversation, question_key
 from torchrl_grpo.data.latex import last_boxed
 from torchrl_grpo.data.rows import codec, sources
 from torchrl_grpo.errors import ConfigError, DataError, UserError
+from torchrl_grpo.rewards import build_reward_set
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -309,6 +311,35 @@ def test_a_hub_dataset_without_a_test_split_is_split(tmp_path: Path, parquet: bo
 
 
 @pytest.mark.usefixtures("library_cache")
+def test_a_stream_is_read_as_far_as_the_run_needs_it(tmp_path: Path) -> None:
+    cfg = config("jsonl", hub_name=on_hub(tmp_path / "rows", train=90, test=40), shuffle_buffer=3)
+    cfg.env.repeats, cfg.train.total_dialog_turns = 4, 40
+    found = load(cfg)
+    # Ten that are drawn, five held out and three further ones; the same of the test split.
+    assert (len(found.train), len(found.held_out)) == (18, 5)
+    assert "rows is a stream, of which the first 18 rows are read" in found.notes[0]
+    cfg.policy.constant_groups, cfg.policy.max_refills = ConstantGroups.refill, 2
+    assert len(load(cfg).train) == 38
+    cfg.env.shuffle_buffer = None
+    assert len(load(cfg).train) == 90
+    cfg.env.shuffle_buffer, cfg.train.num_epochs = 3, 1.0
+    with pytest.raises(ConfigError, match=r"train.num_epochs=1.0: a stream is not read to its end"):
+        load(cfg)
+
+
+def test_a_function_may_return_an_endless_iterator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "import itertools\n"
+        "def load():\n"
+        "    return ({'prompt': f'Greet guest number {n}.'} for n in itertools.count())\n"
+    )
+    cfg = config("mine.py:load", shuffle_buffer=50)
+    cfg.env.repeats, cfg.train.total_dialog_turns = 4, 40
+    assert len(load(cfg).train) == 10 + 50
+
+
+@pytest.mark.usefixtures("library_cache")
 @pytest.mark.parametrize("hub", [False, True])
 def test_splits_are_chosen(tmp_path: Path, hub: bool) -> None:
     folder = on_hub(tmp_path / "rows", train=9, test=8, validation=7)
@@ -418,14 +449,49 @@ def test_a_null_answer_is_none(tmp_path: Path, fields: dict[str, str], null: flo
     path = str(write(tmp_path / "a.jsonl", rows))
     found = load(config("jsonl", num_problems=2, data_path=path, fields=fields))
     assert all(one.truth == {} and one.solution == "" for one in (*found.train, *found.held_out))
-    # Some rows with an answer and some without are a mistake, in held-out rows too.
+    # Where some rows have an answer, a reward that compares with it is refused, and others are not.
     others = [{**row, "question": f"new {row['question']}"} for row in rows]
-    mixed = str(write(tmp_path / "b.jsonl", [*others, {"question": "new", "answer": "1", "solution": None}]))
-    for paths in ({"data_path": mixed}, {"data_path": path, "eval_data_path": mixed}):
-        with pytest.raises(
-            DataError, match="has no answer, and other rows have one; give every row an answer"
-        ):
-            load(config("jsonl", num_problems=9 if "eval_data_path" in paths else 1, fields=fields, **paths))
+    mixed = str(write(tmp_path / "b.jsonl", [{"question": "new", "answer": "1", "solution": None}, *others]))
+    held_out = load(config("jsonl", num_problems=9, fields=fields, data_path=path, eval_data_path=mixed))
+    cfg = config("jsonl", num_problems=1, fields=fields, data_path=mixed)
+    for examples in (load(cfg).first_examples(), held_out.first_examples(held_out=True)):
+        with pytest.raises(ConfigError, match=r"exact_match: jsonl/\w+/2 has no answer to compare with"):
+            build_reward_set(cfg, examples)
+    cfg.reward.weights = {"format": 1.0}
+    build_reward_set(cfg, load(cfg).first_examples()).close()
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "Say hi."}, [{"role": "user", "content": "Say hi."}]),
+        ({"prompt": [{"role": "user", "content": "Hi"}]}, [{"role": "user", "content": "Hi"}]),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, [{"role": "user", "content": "Hi"}]),
+        ({"prompt": "no", "question": "yes"}, [{"role": "user", "content": "yes"}]),
+    ],
+)
+def test_the_column_of_the_prompt_is_found(
+    tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]
+) -> None:
+    path = str(write(tmp_path / "a.jsonl", [row]))
+    (example,) = load(config("jsonl", 0, data_path=path, answer_format="plain")).train
+    assert example.messages == messages and example.truth == {}
+    with pytest.raises(DataError, match="has no column 'question'; its columns are 'text'"):
+        load(config("jsonl", 0, data_path=str(write(tmp_path / "b.jsonl", [{"text": "?"}]))))
+
+
+@pytest.mark.parametrize(("rows", "held_out"), [(2, 1), (10, 5), (16, 8), (40, 8), (300, 30), (2_300, 200)])
+def test_a_tenth_of_ones_own_rows_is_held_out(tmp_path: Path, rows: int, held_out: int) -> None:
+    path = str(write(tmp_path / "a.jsonl", [{"prompt": f"Tell me of {number}."} for number in range(rows)]))
+    cfg = config("jsonl", data_path=path)
+    cfg.eval.num_problems = None
+    found = load(cfg)
+    assert (len(found.train), len(found.held_out)) == (rows - held_out, held_out)
+    assert f"{held_out} of {rows} questions are held out; eval.num_problems=N" in found.notes[0]
+    # Where there are held-out rows, so many of them are taken.
+    more = str(write(tmp_path / "b.jsonl", [{"prompt": f"Explain {number}."} for number in range(250)]))
+    apart = load(Config(env=EnvConfig(dataset="jsonl", data_path=path, eval_data_path=more)))
+    assert len(apart.train) == rows and len(apart.held_out) == 200 and not apart.notes
 
 
 @pytest.mark.parametrize(

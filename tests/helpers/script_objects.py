@@ -5,6 +5,8 @@ Processes that call these import this module, so it imports nothing that takes s
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 ROWS = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -43,3 +45,10 @@ class Item:
 
     def get_reward(self, completion: str) -> float:
         return float(self.number)
+
+
+class Endless:
+    """A stream without an end, which begins anew each time."""
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return ({"prompt": f"Greet guest number {number}."} for number in itertools.count())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from user_files import blocks_below, train_in
@@ -57,3 +58,64 @@ def test_the_rewards_of_the_documentation_train(
             mean = sum(row["rewards"][name] for row in six) / 6
             assert line[f"eval/reward/{name}"] == pytest.approx(mean)
         assert line["eval/accuracy"] == line["eval/reward/agreement"]
+
+
+# A run of two steps on the tiny model.
+SMALL = (
+    "inference_model.backend=transformers",
+    "inference_model.max_model_len=200",
+    "inference_model.max_new_tokens=8",
+    "env.num_envs=2",
+    "env.repeats=4",
+    "train.total_dialog_turns=16",
+    "hydra.run.dir=run",
+)
+SHAPED = """
+def brevity(completion, example):
+    return 1 / (1 + len(completion))
+"""
+VERDICT = """
+def short(prompts, completions, **columns):
+    return [float(len(text) < 12) for text in completions]
+"""
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "result", "progress"),
+    [
+        (SHAPED, "brevity", "held-out reward    ", "step 0/2  held-out brevity 0."),
+        (VERDICT, "short", "held-out accuracy  ", "step 0/2  accuracy "),
+    ],
+)
+def test_prompts_and_a_reward_are_enough(
+    repo_root: Path,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    format_words: list[str],
+    *,
+    source: str,
+    name: str,
+    result: str,
+    progress: str,
+) -> None:
+    (tmp_path / "my_reward.py").write_text(source)
+    rows = [{"prompt": f"Greet the guests of room {number}."} for number in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = f"grpo.py env=jsonl env.data_path=prompts.jsonl reward.functions={{{name}:my_reward.py:{name}}}"
+    said = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
+    assert "prompts.jsonl: 8 of 40 questions are held out; eval.num_problems=N" in said
+    assert f"held out: 8 problems, graded by {name}\n" in said and progress in said
+    assert result in said and f"graded by          {name}\n" in said
+    assert "warning: the prompt" not in said, "nothing asks for tags"
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["accuracy_after"] is None) == (name == "brevity") and summary["grader"] == name
+    first = lines(tmp_path / "run/metrics.jsonl")[0]
+    values = [row["grade"] for row in lines(tmp_path / "run/evaluations.jsonl") if row["step"] == 0]
+    assert first["eval/reward"] == first["eval/primary"] == pytest.approx(sum(values) / 8)
+    prompts = {row["prompt"] for row in lines(tmp_path / "run/rollouts.jsonl")}
+    start, end = "<|im_start|>user\nGreet the guests of room ", ".<|im_end|>\n<|im_start|>assistant\n"
+    assert all(prompt.startswith(start) and prompt.endswith(end) for prompt in prompts)

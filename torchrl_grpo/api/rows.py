@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,17 +46,35 @@ class PassedDataset:
     def __init__(self, train: Rows, held_out: Rows | None) -> None:
         self.splits = {"train": train, "test": held_out}
 
-    def __call__(self, split: str) -> list[dict[str, Any]] | None:
-        """Return the rows of a split.
+    def __call__(self, split: str) -> list[dict[str, Any]] | RowStream | None:
+        """Return the rows of a split. Those of a stream are read when they are asked for.
 
         Raises:
             DataError: a row has no columns, or no reward where others have one.
         """
-        rows = self.splits[split]
+        rows: Any = self.splits[split]
         if rows is None:
             return None
+        if not hasattr(rows, "__len__"):
+            return RowStream(rows, split)
         rewarded = not hasattr(rows, REWARD) and rewards_itself(rows)
-        return [_row(rows, index, split, rewarded) for index in range(len(rows))]
+        return [_row(rows[index], index, split, rewarded) for index in range(len(rows))]
+
+
+class RowStream:
+    """The rows of a data set that streams.
+
+    Args:
+        rows: iterable that begins anew each time.
+        split: the split.
+    """
+
+    def __init__(self, rows: Iterable[Any], split: str) -> None:
+        self._rows, self._split = rows, split
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index, row in enumerate(self._rows):
+            yield _row(row, index, self._split, rewarded=False)
 
 
 class PassedReward:
@@ -85,12 +103,12 @@ class PassedReward:
 
 
 def rewards_itself(rows: Rows) -> bool:
-    """Whether a data set or its first row computes the reward."""
-    return hasattr(rows, REWARD) or _reward_of(rows[0]) is not None
+    """Whether a data set or its first row computes the reward. Rows of a stream do not."""
+    return hasattr(rows, REWARD) or (hasattr(rows, "__len__") and _reward_of(rows[0]) is not None)
 
 
 def check_rows(rows: Any, name: str) -> None:
-    """Check that ``rows`` has a length and rows by number, and that the first row has columns.
+    """Check that ``rows`` has rows by number or is a stream, and that the first row has columns.
 
     Args:
         rows: what was passed.
@@ -109,14 +127,18 @@ def check_rows(rows: Any, name: str) -> None:
         raise ConfigError(f"{name} is {kind} with the parts {parts}; give one of them, e.g. data['train']")
     if hasattr(rows, "iloc"):
         raise ConfigError(f'{name} is {kind}, which is no list of rows; write {name}=data.to_dict("records")')
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+    has_length = hasattr(rows, "__len__")
+    streams = hasattr(rows, "__iter__") and not has_length
+    if hasattr(rows, "__next__") or not (streams or (has_length and hasattr(rows, "__getitem__"))):
         raise ConfigError(
-            f"{name} is {kind}, which has no length or no rows by number, and a run chooses its problems "
-            f"before it starts; write {name}=list(itertools.islice(data, 10_000)), or as many as you need"
+            f"{name} is {kind}, which has no length or rows by number, and is read only once; write "
+            f"{name}=list(itertools.islice(data, 10_000)), or as many as you need, or pass an object whose "
+            "__iter__ begins anew"
         )
-    if len(rows) == 0:
+    if not streams and len(rows) == 0:
         raise ConfigError(f"{name} has no rows; give at least two")
-    _row(rows, 0, "train" if name == "train_dataset" else "test", rewarded=False)
+    first = next(iter(rows), None) if streams else rows[0]
+    _row(first, 0, "train" if name == "train_dataset" else "test", rewarded=False)
 
 
 def columns(row: object) -> dict[str, Any] | None:
@@ -136,17 +158,6 @@ def columns(row: object) -> dict[str, Any] | None:
     return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
 
 
-def fields_of(row: object) -> dict[str, str]:
-    """Return ``env.fields`` for rows that have the prompt in a column of another name than ``question``."""
-    row_columns = columns(row) or {}
-    if "question" in row_columns:
-        return {}
-    for column in ("messages", "prompt"):
-        if column in row_columns:
-            return {"messages" if isinstance(row_columns[column], list) else "question": column}
-    return {}
-
-
 def _plain(result: Any) -> Any:
     """Return a number in place of what is like one, such as a tensor."""
     return result if isinstance(result, Mapping) or inspect.isawaitable(result) else float(result)
@@ -158,8 +169,7 @@ def _reward_of(row: Any) -> Callable[[str], Any] | None:
     return reward if callable(reward) else None
 
 
-def _row(rows: Rows, index: int, split: str, rewarded: bool) -> dict[str, Any]:
-    row: object = rows[index]
+def _row(row: object, index: int, split: str, rewarded: bool) -> dict[str, Any]:
     row_columns = columns(row)
     if row_columns is None:
         raise DataError(

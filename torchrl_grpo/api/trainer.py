@@ -20,7 +20,6 @@ from torchrl_grpo.api.rows import (
     PassedReward,
     Rows,
     check_rows,
-    fields_of,
     rewards_itself,
 )
 from torchrl_grpo.checkpoints import run_dir as run_folder
@@ -291,7 +290,6 @@ def _of_data(
         values |= {
             "env": "jsonl",
             "env.dataset": _Passed("train_dataset"),
-            "env.fields": fields_of(train_dataset[0]),
         }
         rewarded = rewards_itself(train_dataset)
         graded = rewarded if eval_dataset is None else rewards_itself(eval_dataset)

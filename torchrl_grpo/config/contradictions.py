@@ -14,7 +14,7 @@ from torchrl_grpo.config.engines import engine_kind
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.mixture import OF_A_DATASET
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.config.values import SURROGATE_OPTIONS
+from torchrl_grpo.config.values import SURROGATE_OPTIONS, AnswerFormat
 
 # Returns the value of a key.
 Read = Callable[[str], Any]
@@ -147,6 +147,9 @@ def _of_data(read: Read) -> Iterator[Contradiction]:
         yield Contradiction("env.mixture", ("eval.reward",))
     # The columns of a data set are its own.
     yield Contradiction("env.dataset", ("env.fields",))
+    if dataset_kind(read("env.dataset")) == "jsonl" and read("env.answer_format") == AnswerFormat.tags:
+        # One's own data keeps its prompt as it is.
+        yield Contradiction("env.dataset", ("env.answer_format",), AnswerFormat.plain, defaults_too=True)
     if read("env.dataset") != "reasoning_gym":
         yield Contradiction("env.dataset", ("env.task_args",))
     kind, functions = dataset_kind(read("env.dataset")), read("reward.functions")

@@ -16,6 +16,8 @@ from torchrl_grpo.config.schema import (
 # Default number of tokens in a micro-batch: large enough for matrix products to run at full speed, small
 # enough for models of a few billion parameters.
 TOKENS = 4096
+# Most held-out problems by default.
+HELD_OUT = 200
 
 
 def optim_batch_size(cfg: Config) -> int:
@@ -84,6 +86,11 @@ def initial_kl_coef(policy: PolicyConfig) -> float:
 def needs_reference(policy: PolicyConfig) -> bool:
     """Return whether anything reads the reference model's log-probabilities."""
     return initial_kl_coef(policy) != 0 or policy.kl_target is not None
+
+
+def held_out_problems(cfg: Config) -> int:
+    """Return the largest number of held-out problems."""
+    return HELD_OUT if cfg.eval.num_problems is None else cfg.eval.num_problems
 
 
 def has_episodes(cfg: Config) -> bool:

@@ -14,7 +14,7 @@ from torchrl_grpo.errors import ConfigError
 # Keys of a data set. A part that does not write one has its default, and not the value of the whole run.
 OF_A_DATASET = (
     "task", "task_args", "data_path", "eval_data_path", "hub_name", "hub_subset", "train_split", "eval_split",
-    "fields", "train_on_ifeval",
+    "fields", "train_on_ifeval", "shuffle_buffer",
 )  # fmt: skip
 # Keys that a part shares with the whole run.
 _SHARED = (

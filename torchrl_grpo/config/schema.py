@@ -223,9 +223,11 @@ class EvalConfig:
         "Optimizer steps between evaluations; 0 disables evaluations during the run. There is always one at "
         "the end.",
     )
-    num_problems: NonNegativeInt = key(
-        200,
-        "Problems held out from training and answered greedily; 0 holds out none and evaluates nothing.",
+    num_problems: NonNegativeInt | None = key(
+        None,
+        "Problems held out from training and answered greedily; 0 holds out none and evaluates nothing. null "
+        "means 200. Where problems are split off the rows of a jsonl dataset or of your own, it means a "
+        "tenth of them, at least 8, at most 200, and never more than half.",
     )
     samples: PositiveInt | None = key(
         None,

@@ -64,9 +64,10 @@ class EnvConfig:
     )
     fields: dict[str, str] = key(
         {},
-        "Columns of a jsonl dataset or of your own: question or messages, answer, solution for sft.py, and "
-        "identity, which is equal for rows that ask the same in other words. Each is a column, a path into "
-        "one, e.g. {question: item.text}, or a Jinja template, e.g. {question: '{{ title }}: {{ text }}'}.",
+        "Columns of a jsonl dataset or of your own: question or messages (by default the first column of "
+        "question, messages and prompt that there is), answer, solution for sft.py, and identity, which is "
+        "equal for rows that ask the same in other words. Each is a column, a path into one, e.g. "
+        "{question: item.text}, or a Jinja template, e.g. {question: '{{ title }}: {{ text }}'}.",
     )
     environment: str | None = key(
         None,
@@ -137,6 +138,12 @@ class EnvConfig:
     shuffle: bool = key(
         True,
         "Draw training problems in an order that depends on the seed; false keeps the order of the file.",
+    )
+    shuffle_buffer: PositiveInt | None = key(
+        None,
+        "Rows of a stream that are read beyond those that the run draws; all of them are shuffled. With a "
+        "number, a data set of the hub is streamed and an iterator of your own is not read to its end. null "
+        "means 10000 for an iterable of your own that has no length and can be read again.",
     )
     sampling: ProblemSampling = key(
         ProblemSampling.uniform,

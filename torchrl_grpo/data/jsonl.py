@@ -16,39 +16,23 @@ def load(cfg: Config) -> problems.Problems:
     """Load the rows of ``env.data_path`` or ``env.hub_name``; see :func:`torchrl_grpo.data.load`.
 
     Raises:
-        ConfigError: neither is set, or ``env.fields`` has another key than :func:`field_names` knows.
+        ConfigError: neither is set, or ``env.fields`` has an unknown key.
     """
     check_source(cfg.env)
-    field_names(cfg.env)
-    loaded = problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
-    check_answers(loaded)
-    return loaded
+    check_fields(cfg.env)
+    return problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
 
 
-def check_answers(loaded: problems.Problems) -> None:
-    """Refuse rows of which only some have an answer. A reward would fail on the others in the middle.
+def _field_names(row: sources.Row, env: EnvConfig) -> dict[str, str]:
+    """Return the columns of a row's fields: of ``question`` or ``messages``, and those of ``env.fields``.
 
-    Raises:
-        DataError: a row has no answer, and another has one.
+    Without these, the prompt is the first column of ``question``, ``messages`` and ``prompt`` that there is.
     """
-    for part in (loaded.train, loaded.held_out):
-        without = next((problem for problem in part if "answer" not in problem.truth), None)
-        if without is not None and any("answer" in problem.truth for problem in part):
-            raise DataError(
-                f"jsonl: {without.id} has no answer, and other rows have one; give every row an answer, or "
-                "none"
-            )
-
-
-def field_names(env: EnvConfig) -> dict[str, str]:
-    """Return the fields of a row: ``question`` or ``messages``, and ``answer`` unless there may be none.
-
-    Raises:
-        ConfigError: ``env.fields`` has another key, or both ``question`` and ``messages``.
-    """
-    check_fields(env)
-    prompt = {} if "messages" in env.fields else {"question": "question"}
-    return prompt | env.fields
+    if env.fields.keys() & {"question", "messages"}:
+        return env.fields
+    column = next((name for name in ("question", "messages", "prompt") if name in row.values), "question")
+    field = "messages" if isinstance(row.values.get(column), list) else "question"
+    return {field: column, **env.fields}
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
@@ -61,11 +45,11 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     in other words.
 
     Raises:
-        ConfigError: ``env.fields`` has unknown keys.
+        ConfigError: a template of ``env.fields`` cannot be read.
         DataError: a column is missing, the question is not text, the messages are none, or the answer is
             neither text nor a number.
     """
-    names = field_names(env)
+    names = _field_names(row, env)
     truth = {}
     if "answer" in names or "answer" in row.values:
         column = names.get("answer", "answer")

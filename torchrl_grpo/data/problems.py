@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import dataset_kind
+from torchrl_grpo.config.derived import HELD_OUT, held_out_problems
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import prompts
 from torchrl_grpo.data.example import Example, LazyExamples
@@ -26,6 +28,8 @@ from torchrl_grpo.errors import DataError
 HELD_OUT_SEED = 20_231
 # A problem with more than this share of the rows has many.
 _MANY = 0.02
+# Fewest problems that are held out of rows without a test split, if there are twice as many.
+_LEAST_HELD_OUT = 8
 
 ToExample = Callable[[Row, EnvConfig, str], Example]
 
@@ -46,12 +50,15 @@ class Problems:
     notes: list[str] = field(default_factory=list, kw_only=True)
 
     def first_examples(self, *, held_out: bool = False) -> dict[str, Example]:
-        """Return the first problem by the name of its part, which is empty without a mixture.
+        """Return a problem by the name of its part, which is empty without a mixture.
 
         Args:
             held_out: whether to return a held-out problem in place of one to train on, if there is one.
         """
-        return {"": (self.held_out if held_out and self.held_out else self.train)[0]}
+        chosen = self.held_out if held_out and self.held_out else self.train
+        # Of rows of which only some have an answer, it is one without.
+        known = chosen if isinstance(chosen, list) else []
+        return {"": next((example for example in known if "answer" not in example.truth), chosen[0])}
 
 
 def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
@@ -68,6 +75,11 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     Raises:
         DataError: a row is malformed, there are no rows, or no training rows are left after holding rows out.
     """
+    problems = _split(cfg, splits, to_example)
+    return replace(problems, notes=[*splits.notes, *problems.notes])
+
+
+def _split(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     trusted = prompts.trusted(cfg.env, cfg.env.dataset)
 
     def examples(rows: list[Row], split: str) -> list[Example]:
@@ -84,10 +96,21 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     if games and _start_alike(train, held_out):
         train = [_with_row(example) for example in train]
         held_out = held_out and [_with_row(example) for example in held_out]
+    if held_out is None and cfg.eval.num_problems is None and dataset_kind(cfg.env.dataset) == "jsonl":
+        return _tenth(train, splits.train_source, games)
     if held_out is None:
-        return split_off(train, cfg.eval.num_problems, splits.train_source, games=games)
-    chosen = choose(held_out, cfg.eval.num_problems, games=games)
+        return split_off(train, held_out_problems(cfg), splits.train_source, games=games)
+    chosen = choose(held_out, held_out_problems(cfg), games=games)
     return separate(Problems(train, chosen), splits.train_source)
+
+
+def _tenth(train: list[Example], source: str, games: bool) -> Problems:
+    """Hold out a tenth of the questions, as ``eval.num_problems=null`` says."""
+    questions = len(_unique(train, games))
+    count = max(1, min(HELD_OUT, max(_LEAST_HELD_OUT, questions // 10), questions // 2))
+    problems = split_off(train, count, source, games=games)
+    note = f"{source}: {count} of {questions} questions are held out; eval.num_problems=N holds out others"
+    return replace(problems, notes=[note, *problems.notes])
 
 
 def _start_alike(train: list[Example], held_out: list[Example] | None) -> bool:

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import held_out_problems
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example, LazyExamples
@@ -42,7 +43,7 @@ def load(cfg: Config) -> problems.Problems:
     """
     env = cfg.env
     task, args = check(env)
-    held_out, notes = _held_out(env, task, args, cfg.eval.num_problems)
+    held_out, notes = _held_out(env, task, args, held_out_problems(cfg))
     seed = cfg.seed * 1_000_003 % 2**31
     train = Generated(env, task, args, seed, {key for problem in held_out for key in keys(problem)})
     train[0]  # fail now, and not in the middle of a run, if every problem of the task is held out

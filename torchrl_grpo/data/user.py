@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks.data import check_fields
 from torchrl_grpo.data import problems
-from torchrl_grpo.data.jsonl import check_answers, example, field_names
-from torchrl_grpo.data.rows import sources
-from torchrl_grpo.errors import ConfigError, DataError
+from torchrl_grpo.data.jsonl import example
+from torchrl_grpo.data.rows import sources, streams
+from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.runtime import user_code
 
 __all__ = ["example", "load"]
@@ -32,17 +33,17 @@ def load(cfg: Config) -> problems.Problems:
         ConfigError: the function cannot be loaded or called, or it raises.
         DataError: it returns no rows, or a row is malformed.
     """
-    field_names(cfg.env)
-    train = _rows(cfg, "train")
+    check_fields(cfg.env)
+    notes: list[str] = []
+    train = _rows(cfg, "train", notes)
     if not train:
         raise DataError(f"env.dataset={cfg.env.dataset!r}: the function returned no row for split='train'")
     name = cfg.env.dataset
-    loaded = problems.build(cfg, sources.Splits(train, _rows(cfg, "test"), f"{name} (train)"), example)
-    check_answers(loaded)
-    return loaded
+    splits = sources.Splits(train, _rows(cfg, "test", notes), f"{name} (train)", notes)
+    return problems.build(cfg, splits, example)
 
 
-def _rows(cfg: Config, split: str) -> list[sources.Row] | None:
+def _rows(cfg: Config, split: str, notes: list[str]) -> list[sources.Row] | None:
     spec, arguments = cfg.env.dataset, dict(cfg.env.task_args)
     function = user_code.load(spec, "env.dataset")
     takes_split = "split" in user_code.signature(function, "env.dataset").parameters
@@ -53,8 +54,8 @@ def _rows(cfg: Config, split: str) -> list[sources.Row] | None:
         return None
     try:
         returned = function(**arguments)
-        rows = None if returned is None else _read(returned, f"env.dataset={spec!r} (split={split!r})")
-    except DataError:
+        rows = None if returned is None else _read(cfg, returned, notes, f"{spec!r} (split={split!r})")
+    except UserError:
         raise
     except Exception as error:
         raise ConfigError(
@@ -64,12 +65,18 @@ def _rows(cfg: Config, split: str) -> list[sources.Row] | None:
     return rows or None
 
 
-def _read(returned: Any, what: str) -> list[sources.Row]:
+def _read(cfg: Config, returned: Any, notes: list[str], which: str) -> list[sources.Row]:
+    what = f"env.dataset={which}"
     if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
         raise DataError(f"{what} returned {type(returned).__name__}, not a list of rows")
-    rows = list(itertools.islice(returned, _MOST_ROWS + 1))
+    limit = streams.rows_to_read(cfg, returned)
+    rows = list(itertools.islice(returned, _MOST_ROWS + 1 if limit is None else limit))
     if len(rows) > _MOST_ROWS:
-        raise DataError(f"{what} returned more than {_MOST_ROWS} rows; let it end")
+        raise DataError(
+            f"{what} returned more than {_MOST_ROWS} rows; let it end, or write env.shuffle_buffer=10000"
+        )
+    if limit is not None and len(rows) == limit:
+        notes.append(streams.note(what, limit))
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(

@@ -22,7 +22,7 @@ from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule
-from torchrl_grpo.config.derived import token_budget
+from torchrl_grpo.config.derived import held_out_problems, token_budget
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.planning.planned import Planned
@@ -320,7 +320,7 @@ def _reference_copies(planned: Planned) -> list[Change]:
 
 
 def _evaluation(planned: Planned) -> list[Change]:
-    evaluates_many = planned.cfg.eval.num_problems > _LEAST_PROBLEMS
+    evaluates_many = held_out_problems(planned.cfg) > _LEAST_PROBLEMS
     return [("eval.num_problems", _LEAST_PROBLEMS)] if evaluates_many else []
 
 

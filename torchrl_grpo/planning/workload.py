@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import optim_batch_size, token_budget
+from torchrl_grpo.config.derived import held_out_problems, optim_batch_size, token_budget
 
 # Most responses that the transformers engine generates at a time.
 MAX_ROWS = 256
@@ -60,7 +60,7 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     attended = share * (responses * length + (prompts * prompt if cfg.train_model.shared_prefix else 0))
     pairs = share * responses * response * length if cfg.train_model.shared_prefix else 0.0
     rows = max(
-        -(-cfg.env.num_envs // engines) * samples, -(-cfg.eval.num_problems // engines) * _held_out(cfg)
+        -(-cfg.env.num_envs // engines) * samples, -(-held_out_problems(cfg) // engines) * _held_out(cfg)
     )
     return Workload(prompt, response, tokens, attended, pairs, pieces > 1 or tokens < cached, rows)
 
@@ -79,7 +79,7 @@ def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> 
     least = max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
     if not on_gpu:
         return least
-    sequences = max(least, cfg.eval.num_problems * _held_out(cfg), _MIN_SEQS_GPU)
+    sequences = max(least, held_out_problems(cfg) * _held_out(cfg), _MIN_SEQS_GPU)
     return max(least, min(sequences, _MIN_SEQS_GPU if room is None else room))
 
 

@@ -127,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
         help='as reward.args, e.g. {"brevity": {"target": 50}}',
     )
     parser.add_argument(
-        "--answer-format", choices=[*AnswerFormat.__members__], default="tags", help="as env.answer_format"
+        "--answer-format",
+        choices=[*AnswerFormat.__members__],
+        help="as env.answer_format (default: plain for jsonl, otherwise tags)",
     )
     parser.add_argument("--task", help="reasoning_gym: the task, as env.task")
     parser.add_argument("--task-args", default="{}", metavar="JSON", help="reasoning_gym: as env.task_args")
@@ -157,7 +159,7 @@ def _config(args: argparse.Namespace) -> Config:
         task=args.task,
         task_args=_json_object("--task-args", args.task_args, '{"max_terms": 3}'),
         fields=dict(_pair(item, "--field") for item in args.fields),
-        answer_format=args.answer_format,
+        answer_format=AnswerFormat(args.answer_format or ("plain" if args.dataset == "jsonl" else "tags")),
     )
     weights = {
         name: _weight(name, value) for name, value in (_pair(item, "--weight") for item in args.weights)

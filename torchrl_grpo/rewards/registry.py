@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS, REWARDS, dataset_kind, load_built_in
 from torchrl_grpo.config.checks.data import check_rewards
+from torchrl_grpo.config.derived import held_out_problems
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
@@ -36,7 +37,7 @@ def unasked_tags(cfg: Config, example: Example) -> str | None:
     names = (
         {name for name, weight in _weights(cfg).items() if weight} if cfg.train.method == "grpo" else set()
     )
-    if cfg.eval.num_problems > 0:
+    if held_out_problems(cfg) > 0:
         names.add(eval_reward_name(cfg))
     readers = sorted(names & _READ_FORMAT - cfg.reward.functions.keys())
     if not readers or any("<answer>" in message["content"] for message in example.messages):
@@ -216,7 +217,9 @@ def build_grader(
     """
     examples = examples or {}
     parts = mixture_parts(cfg)
-    scores = cfg.eval.num_problems > 0 and any(run.reward.functions for run in (cfg, *(p.cfg for p in parts)))
+    scores = held_out_problems(cfg) > 0 and any(
+        run.reward.functions for run in (cfg, *(p.cfg for p in parts))
+    )
     notes: list[str] = []
     with ExitStack() as stack:
         sets: dict[str, RewardSet] = {}

@@ -19,7 +19,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import claimed, explained_errors
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule
-from torchrl_grpo.config.derived import with_total_turns
+from torchrl_grpo.config.derived import held_out_problems, with_total_turns
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, WorkersLost
@@ -161,7 +161,7 @@ def _prepare_and_train(
 ) -> dict[str, Any]:
     # Used to check that each problem has what the rewards need.
     rewarded = problems.first_examples() if cfg.train.method == "grpo" else None
-    graded = problems.first_examples(held_out=True) if cfg.eval.num_problems > 0 else None
+    graded = problems.first_examples(held_out=True) if held_out_problems(cfg) > 0 else None
     try:
         with (
             screen.libraries_to_log(),

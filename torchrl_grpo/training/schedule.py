@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import rounds, steps_per_round
+from torchrl_grpo.config.derived import held_out_problems, rounds, steps_per_round
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RunSchedule:
             evaluate_every=cfg.eval.frequency,
             checkpoint_every=cfg.train.checkpoint_frequency,
             refresh_every=cfg.ref_model.refresh_frequency,
-            evaluates=cfg.eval.num_problems > 0,
+            evaluates=held_out_problems(cfg) > 0,
             evaluates_at_start=cfg.eval.at_start,
         )
 

@@ -155,6 +155,9 @@ def _check_task(cfg: Config) -> None:
             where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
             wrong = f"there is no such file or folder{where}"
             raise bad_value(key, path, wrong, f"{key}=<a path that exists>")
+    if env.shuffle_buffer is not None and (env.data_path is not None or env.dataset == "ifeval" or generated):
+        wrong = "files are read whole, and so is what env.dataset=ifeval and reasoning_gym read"
+        raise bad_value("env.shuffle_buffer", env.shuffle_buffer, wrong, "env.shuffle_buffer=null")
     _check_jsonl(cfg)
     for key, split in (("env.train_split", env.train_split), ("env.eval_split", env.eval_split)):
         if split is not None and not split.strip():

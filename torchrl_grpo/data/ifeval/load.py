@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import held_out_problems
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example
@@ -47,7 +48,7 @@ def load(cfg: Config) -> problems.Problems:
     rows = known
     if env.eval_data_path is not None:
         rows = sources.read_held_out(env.eval_data_path, env.eval_split)
-    held_out = problems.choose(_examples(rows, env, "test"), cfg.eval.num_problems)
+    held_out = problems.choose(_examples(rows, env, "test"), held_out_problems(cfg))
     avoid = [columns.text(row, "prompt", "ifeval") for row in [*known, *rows]]
     composed = compose(env.task_size, cfg.seed, avoid)
     train = [
@@ -83,9 +84,9 @@ def _train_on_ifeval(cfg: Config) -> problems.Problems:
     source = env.data_path if env.data_path is not None else HUB_NAME
     train = _examples(_benchmark(env), env, "train")
     if env.eval_data_path is None:
-        return problems.split_off(train, cfg.eval.num_problems, source)
+        return problems.split_off(train, held_out_problems(cfg), source)
     held_out = _examples(sources.read_held_out(env.eval_data_path, env.eval_split), env, "test")
-    chosen = problems.choose(held_out, cfg.eval.num_problems)
+    chosen = problems.choose(held_out, held_out_problems(cfg))
     return problems.separate(problems.Problems(train, chosen), source)
 
 

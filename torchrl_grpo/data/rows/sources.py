@@ -6,6 +6,7 @@ columns.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import held_out_problems
+from torchrl_grpo.data.rows import streams
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.runtime.hub import why_unreachable
 
@@ -66,11 +69,13 @@ class Splits:
         train: rows to train on.
         test: rows of the test split, or None if the source has none.
         train_source: name of the source of ``train``, for messages.
+        notes: what the user should know about what was read.
     """
 
     train: list[Row]
     test: list[Row] | None
     train_source: str
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -130,23 +135,26 @@ def resolve(cfg: Config, hub: Hub) -> Splits:
     if env.data_path is not None:
         source = open_path(env.data_path, "env.data_path")
     else:
-        source = open_hub(_overridden(hub, env.hub_name, env.hub_subset))
+        limit = None if env.shuffle_buffer is None else streams.of_stream(cfg)
+        source = open_hub(_overridden(hub, env.hub_name, env.hub_subset), limit)
     train = "train" if env.train_split is None else env.train_split
     if env.train_split is not None:
         source.check("env.train_split", train)
     elif source.names and train not in source.names:
         raise DataError(f"{source.label} has no train split; {_list_splits(source.names, 'env.train_split')}")
     test: list[Row] | None = None
-    if cfg.eval.num_problems > 0 and env.eval_data_path is not None:
+    if held_out_problems(cfg) > 0 and env.eval_data_path is not None:
         test = read_held_out(env.eval_data_path, env.eval_split)
-    elif cfg.eval.num_problems > 0:
+    elif held_out_problems(cfg) > 0:
         split = env.eval_split
         if split is None:
             split = source.first(*(name for name in _TEST_NAMES if name != train))
         else:
             source.check("env.eval_split", split)
         test = None if split in (None, train) else source.read(split)
-    return Splits(train=source.read(train), test=test, train_source=source.label)
+    rows = source.read(train)
+    cut = env.data_path is None and env.shuffle_buffer is not None and len(rows) == streams.of_stream(cfg)
+    return Splits(rows, test, source.label, [streams.note(source.label, len(rows))] if cut else [])
 
 
 def read_held_out(path: str, split: str | None = None) -> list[Row]:
@@ -213,8 +221,12 @@ def open_path(path: str, key: str) -> Source:
     )
 
 
-def open_hub(hub: Hub) -> Source:
+def open_hub(hub: Hub, limit: int | None = None) -> Source:
     """Open a data set on the hub and concatenate its subsets. The name may also be a local folder.
+
+    Args:
+        hub: the data set.
+        limit: most rows of a split that are read, of a data set that is streamed; None reads all.
 
     Raises:
         DataError: the hub cannot be reached or has no such data set or subset.
@@ -226,7 +238,8 @@ def open_hub(hub: Hub) -> Source:
     for subset in hub.subsets:
         try:
             # Load all splits: the result lists their names, and the client downloads all of them anyway.
-            subsets.append(datasets.load_dataset(hub.name, subset))
+            streamed = {} if limit is None else {"streaming": True}
+            subsets.append(datasets.load_dataset(hub.name, subset, **streamed))
         except Exception as error:  # the hub client raises dozens of types, and the fix is the same for all
             label = hub.name if subset is None else f"{hub.name} ({subset})"
             reason = f"{type(error).__name__}: {str(error)[:300]}"
@@ -246,7 +259,8 @@ def open_hub(hub: Hub) -> Source:
         )
 
     def read(name: str) -> list[Row]:
-        return _number((dict(row) for splits in subsets for row in splits[name]), f"{hub.name}/{name}")
+        rows = (dict(row) for splits in subsets for row in splits[name])
+        return _number(itertools.islice(rows, limit), f"{hub.name}/{name}")
 
     return Source("env.hub_name", hub.name, names, read)
 
