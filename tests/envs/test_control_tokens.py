@@ -31,7 +31,7 @@ from torchrl_grpo.envs.episodes.types import messages_from
 from torchrl_grpo.envs.group_text import Prompt
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.rollout.solutions import SolutionSource
-from torchrl_grpo.training import build
+from torchrl_grpo.training import prepare
 
 # Qwen 3: reasoning is taken out of earlier messages, and results of tools are in a message of the user.
 QWEN = (
@@ -268,14 +268,14 @@ def test_the_configuration_keeps_its_control_tokens_and_a_key_gives_the_data_the
     asked = ["<|im_start|>", "<think>", "</think>", "<|im_end|>"]
     assert rendered() == [*asked, *start]
     notes: list[str | None] = []
-    build._fit_prompts(tokenizer, notes.append, cfg, load(cfg))
+    prepare.fit_prompts(tokenizer, notes.append, cfg, load(cfg))
     assert re.match(r"1 of 1 problems .*'<think>'.*env.control_tokens_in_data=true", notes[-1] or "")
     cfg.env.system_prompt, cfg.env.prompt_template = "Use <think>.", "<think>{question}"
     assert rendered() == ["<|im_start|>", "<think>", "<|im_end|>", *asked[:2], "<|im_end|>", *start]
     cfg.env.system_prompt, cfg.env.prompt_template = None, "{question}"
     cfg.env.answer_format, cfg.env.control_tokens_in_data = AnswerFormat.plain, True
     assert rendered() == ["<|im_start|>", "<think>", "<|im_end|>", "<|im_end|>", *start]
-    build._fit_prompts(tokenizer, notes.append, cfg, load(cfg))
+    prepare.fit_prompts(tokenizer, notes.append, cfg, load(cfg))
     assert notes[-1] is None
     cfg.env.mixture = [
         {"dataset": "jsonl", "data_path": cfg.env.data_path},

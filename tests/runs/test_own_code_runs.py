@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_script
 from user_files import blocks_below, train_in
 
 pytestmark = pytest.mark.slow
@@ -119,3 +123,32 @@ def test_prompts_and_a_reward_are_enough(
     prompts = {row["prompt"] for row in lines(tmp_path / "run/rollouts.jsonl")}
     start, end = "<|im_start|>user\nGreet the guests of room ", ".<|im_end|>\n<|im_start|>assistant\n"
     assert all(prompt.startswith(start) and prompt.endswith(end) for prompt in prompts)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_questions_and_solutions_are_enough_for_sft(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    (commands,) = re.findall(
+        r"^```\n(python sota-impl.*?)^```$", (repo_root / "docs/sft.md").read_text(), re.M | re.S
+    )[:1]
+    (command,) = (line for line in commands.splitlines() if "solution:s" in line)
+    write(
+        tmp_path / "chats.jsonl", [{"q": f"Say {number}.", "s": f"It is {number}."} for number in range(40)]
+    )
+    _, script, *words = shlex.split(command)
+    small = [word for word in SMALL if word != "env.repeats=4"]
+    done = run_script(
+        [repo_root / script, *words, *small, f"model.name={tiny_model_dir}", *format_words], cwd=tmp_path
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "held out: 8 problems, graded by the loss of their solutions\n" in said
+    assert "held-out loss      " in said and "(perplexity " in said
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    first, last = (lines(tmp_path / "run/metrics.jsonl")[at] for at in (0, -1))
+    assert (summary["loss_before"], summary["loss_after"]) == (first["eval/loss"], last["eval/loss"])
+    assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))

@@ -97,6 +97,32 @@ def test_metrics_are_those_of_solutions_and_the_model_is_evaluated(sft: Config, 
 
 
 @pytest.mark.float32
+def test_without_answers_the_loss_of_held_out_solutions_is_measured(
+    sft: Config, train: Runner, tmp_path: Path
+) -> None:
+    rows = [{"question": f"{n} plus 1", "solution": f"It is {n + 1}, or {'so' * (n % 3)}"} for n in range(20)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft.reward.weights = {}
+    whole = train("whole")
+    held_out = read(tmp_path / "whole/evaluations.jsonl")
+    assert [row["step"] for row in held_out] == [step for step in (0, 2, 4) for _ in range(6)]
+    tokenizer = AutoTokenizer.from_pretrained(sft.model.name)
+    model = AutoModelForCausalLM.from_pretrained(sft.model.name, dtype=torch.float64)
+    losses = []
+    for row in held_out[:6]:
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        answer = tokenizer(row["response"] + "<|im_end|>", add_special_tokens=False)["input_ids"][:20]
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        losses.append(F.cross_entropy(logits, torch.tensor(answer), reduction="none"))
+        assert row["grade"] == pytest.approx(losses[-1].mean().item(), rel=1e-5)
+    assert whole[0]["eval/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert whole[-1]["eval/loss"] < whole[0]["eval/loss"] and "eval/accuracy" not in whole[-1]
+    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
+    assert train("broken", resume=str(tmp_path / "broken/checkpoints/2")) == whole
+    assert read(tmp_path / "broken/evaluations.jsonl") == held_out
+
+
+@pytest.mark.float32
 def test_a_resumed_run_is_the_uninterrupted_run(sft: Config, train: Runner, tmp_path: Path) -> None:
     whole = train("whole", train__checkpoint_frequency=0)
     train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
@@ -153,16 +179,17 @@ def test_a_problem_without_a_solution_is_one_clear_message(
         train("run")
 
 
-def test_an_evaluation_without_answers_is_refused_before_training(
+def test_a_grader_that_lacks_answers_is_refused_before_training(
     sft: Config, train: Runner, tmp_path: Path
 ) -> None:
     rows = [{"question": f"What is {n}?", "solution": f"It is {n}."} for n in range(30)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sft.env.fields, sft.reward.weights = {}, {}
     with pytest.raises(
-        ConfigError, match=r"exact_match: jsonl/train/\d+ has no answer.*eval\.num_problems=0"
+        ConfigError, match=r"eval.reward=exact_match: jsonl/train/\d+ has no answer.*eval\.num_problems=0"
     ):
-        train("run")
+        train("run", eval__reward="exact_match")
+    sft.eval.reward = None
     assert [line["step"] for line in train("unmeasured", eval__num_problems=0)] == [1, 2, 3, 4]
     with pytest.raises(DataError, match=r"asks for an answer between <answer> .*env\.answer_format=plain"):
         train("tags", env__answer_format=AnswerFormat.tags)

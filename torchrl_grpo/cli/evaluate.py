@@ -121,7 +121,8 @@ def _measure(cfg: Config, model: ModelArgument) -> Measured:
 
 
 def _table(models: Sequence[Measured]) -> str:
-    what = "accuracy" if "eval/accuracy" in models[0].metrics else "reward"
+    kinds = {"eval/accuracy": "accuracy", "eval/primary": "reward", "eval/loss": "loss"}
+    what = next(kind for name, kind in kinds.items() if name in models[0].metrics)
     lines = ["", f"held-out {what}, {len(models[0].rows)} problems"]
     for model in models:
         value, bounds = model.primary

@@ -33,8 +33,9 @@ class Measured:
 
     @property
     def primary(self) -> tuple[float, tuple[float, float] | None]:
-        """Accuracy, or the mean of what grades, with its 95 % interval."""
-        name = "eval/accuracy" if "eval/accuracy" in self.metrics else "eval/primary"
+        """Accuracy, or the mean of what grades, with its 95 % interval; or the loss of solutions."""
+        names = ("eval/accuracy", "eval/primary", "eval/loss")
+        name = next(name for name in names if name in self.metrics)
         bounds = [self.metrics.get(f"{name}_{end}") for end in ("low", "high")]
         low, high = bounds
         return self.metrics[name], None if low is None or high is None else (low, high)

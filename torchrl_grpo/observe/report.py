@@ -7,6 +7,7 @@ compare runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -122,14 +123,20 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
         Several lines without a final newline.
     """
     folder = Path(run_dir).resolve()
-    kind = "accuracy" if entries["accuracy_after"] is not None else "primary"
+    kinds = {"accuracy": "accuracy", "primary": "reward", "loss": "loss"}
+    kind = next((name for name in kinds if entries.get(f"{name}_after") is not None), "accuracy")
     before, after, interval = (entries.get(f"{kind}_{name}") for name in ("before", "after", "ci95"))
     lines = ["", "Done."]
     if after is not None:
         text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
         if interval is not None and None not in interval:
             text += f"   (95 % interval {interval[0]:.3f} to {interval[1]:.3f})"
-        lines.append(f"  {'held-out accuracy' if kind == 'accuracy' else 'held-out reward  '}  {text}")
+        if kind == "loss":
+            perplexities = [
+                f"{math.exp(min(loss, 700.0)):.3f}" for loss in (before, after) if loss is not None
+            ]
+            text += f"   (perplexity {' -> '.join(perplexities)})"
+        lines.append(f"  held-out {kinds[kind]:<8}  {text}")
     if after is not None and "grader" in entries:
         lines.append(f"  graded by          {entries['grader']}")
     minutes, seconds = divmod(round(entries["seconds"]), 60)
@@ -246,7 +253,10 @@ def _draw_held_out(axes: Axes, rows: list[dict[str, Any]], grader: str) -> None:
     means = _column(rows, "eval/primary")[0]
     kind = "primary" if means and means != _column(rows, "eval/accuracy")[0] else "accuracy"
     what = "accuracy" if kind == "accuracy" else "reward"
-    _heading(axes, f"Held-out {what}{grader and f' by {grader}'}, with 95 % interval")
+    title = f"Held-out {what}{grader and f' by {grader}'}, with 95 % interval"
+    if _column(rows, "eval/loss")[0]:
+        kind, title = "loss", "Loss of held-out solutions, nats per token"
+    _heading(axes, title)
     name = f"eval/{kind}"
     steps, (values,) = _column(rows, name)
     if not steps:

@@ -6,17 +6,21 @@
 
 from __future__ import annotations
 
+from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.registry import (
     build_grader,
     build_reward_set,
     check_weights,
     eval_reward_name,
     grader_name,
+    grader_of_run,
+    of_run,
 )
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 
 __all__ = [
+    "CountingGrader",
     "Grader",
     "MixtureRewardSet",
     "ResponseScore",
@@ -27,4 +31,6 @@ __all__ = [
     "check_weights",
     "eval_reward_name",
     "grader_name",
+    "grader_of_run",
+    "of_run",
 ]

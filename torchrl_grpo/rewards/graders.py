@@ -15,6 +15,8 @@ _log = logging.getLogger(__name__)
 
 # Metric of a reward that may give any number.
 MEAN_REWARD = "primary"
+# Metric of held-out solutions that no reward grades.
+LOSS = "loss"
 
 
 class Gsm8kGrader:
@@ -92,6 +94,24 @@ class OwnRewardGrader:
     def weights(self, example: Example) -> dict[str, float]:
         """Return weight 1."""
         return {self.primary: 1.0}
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class NoGrader:
+    """Grades nothing: the loss of the solutions is measured instead."""
+
+    primary = LOSS
+    metrics: tuple[str, ...] = ()
+
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
+        """Return no metric."""
+        return {}
+
+    def weights(self, example: Example) -> dict[str, float]:
+        """Return no weight."""
+        return {}
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -12,8 +12,15 @@ from torchrl_grpo.config.derived import held_out_problems
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, MixtureGrader, OwnRewardGrader
+from torchrl_grpo.rewards.graders import (
+    AccuracyGrader,
+    CountingGrader,
+    MixtureGrader,
+    NoGrader,
+    OwnRewardGrader,
+)
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import user_reward
 from torchrl_grpo.rewards.types import Grader, Reward
@@ -162,6 +169,18 @@ def _build_one_set(cfg: Config, example: Example | None, group_size: int | None)
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers, group_size)
 
 
+def of_run(cfg: Config, problems: Problems) -> RewardSet | MixtureRewardSet:
+    """Build the rewards of a run, and check that its problems have what they need."""
+    examples = problems.first_examples() if cfg.train.method == "grpo" else None
+    return build_reward_set(cfg, examples, cfg.env.repeats)
+
+
+def grader_of_run(cfg: Config, problems: Problems, shared: RewardSet | MixtureRewardSet) -> CountingGrader:
+    """Build the grader of a run, and check that its held-out problems have what it needs."""
+    examples = problems.first_examples(held_out=True) if held_out_problems(cfg) > 0 else None
+    return build_grader(cfg, shared, examples)
+
+
 def eval_reward_name(cfg: Config) -> str:
     """Return the name of the reward that grades the evaluation.
 
@@ -217,6 +236,11 @@ def build_grader(
     """
     examples = examples or {}
     parts = mixture_parts(cfg)
+    if any(
+        _lacks_grader(run, examples.get(name))
+        for name, run in ({"": cfg} | {p.name: p.cfg for p in parts}).items()
+    ):
+        return CountingGrader(NoGrader(), name="the loss of their solutions")
     scores = held_out_problems(cfg) > 0 and any(
         run.reward.functions for run in (cfg, *(p.cfg for p in parts))
     )
@@ -237,6 +261,17 @@ def build_grader(
         rewards = MixtureRewardSet(sets) if scores else None
         return CountingGrader(MixtureGrader(graders), rewards, grader_name(cfg), notes)
     return CountingGrader(graders[""], sets.get(""), grader_name(cfg), notes)
+
+
+def _lacks_grader(cfg: Config, example: Example | None) -> bool:
+    """Whether solutions are learned whose problems have no answer for the reward that would grade."""
+    if cfg.train.method != "sft" or cfg.eval.reward is not None:
+        return False
+    try:
+        _check_example(cfg, eval_reward_name(cfg), example)
+    except ConfigError:
+        return True
+    return False
 
 
 def _held_out_set(

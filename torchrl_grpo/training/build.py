@@ -17,18 +17,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import describe_length, needs_reference, with_total_turns
+from torchrl_grpo.config.derived import needs_reference, with_total_turns
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.mixture import map_parts
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
-from torchrl_grpo.envs import lengths
 from torchrl_grpo.envs.build import build_environment
-from torchrl_grpo.envs.chat import check_contents, render, render_text
-from torchrl_grpo.envs.control_tokens import control_tokens
-from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
-from torchrl_grpo.envs.responses import note_on_reading
+from torchrl_grpo.envs.chat import end_of_message, render
+from torchrl_grpo.envs.episodes.build import check_environment
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.build import weights_source
@@ -44,18 +40,17 @@ from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.token_budget import with_budget
 from torchrl_grpo.rewards.graders import CountingGrader
-from torchrl_grpo.rewards.registry import unasked_tags
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_collector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.rollout.solutions import check_solutions
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
-from torchrl_grpo.training.evaluator import Evaluator
+from torchrl_grpo.training.held_out_loss import HeldOutLoss
 from torchrl_grpo.training.learner import Learner, LearnerSpec
+from torchrl_grpo.training.prepare import prepare
 from torchrl_grpo.training.rounding_check import rounding_check_dtype
 from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.session import Outputs, Session, try_out_checkpoint
@@ -148,17 +143,8 @@ def _build(
     base_model = loading.resolve(cfg.model)
     tokenizer = loading.load_tokenizer(base_model, cfg.model)
     loading.check_context(base_model, cfg)
-    problems = map_parts(cfg, job.problems, partial(_fit_prompts, tokenizer, messages))
-    if cfg.train.method == "sft":
-        # Of problems that are generated on demand, the others are checked when they are drawn.
-        known = problems.train if isinstance(problems.train, list) else [problems.train[0]]
-        messages(check_solutions(tokenizer, known))
-    messages(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
-    messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
+    problems, evaluator = prepare(cfg, tokenizer, job.problems, job.grader, messages)
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
-    for note in job.grader.notes:
-        messages(note)
-    evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
     initial_weights = weights_source(cfg, base_model, resume_from)
     # From here on total_dialog_turns is set, also if the user gave num_epochs, and so is the token budget.
     # The session keeps the configuration without them, which checkpoints contain.
@@ -229,7 +215,14 @@ def _build(
         buffer=buffer,
         publisher=publisher,
         rounding_check_dtype=rounding_check_dtype(cfg, engine_device, precision),
-        evaluator=evaluator,
+        evaluator=evaluator
+        or HeldOutLoss(
+            problems.held_out,
+            tokenizer,
+            learner,
+            end_of_message(tokenizer, engine_source.eos_token_ids),
+            cfg.inference_model.max_new_tokens,
+        ),
     )
     state = SessionState(parts, saves_reference=schedule.refresh_every > 0)
     if resume_from is not None and not job.is_evaluation:
@@ -250,19 +243,6 @@ def choose_engine_dtype(cfg: Config, plan: Plan) -> Dtype:
     dtypes = {resolve_dtype(cfg.inference_model.dtype, device) for device in devices}
     dtype = torch.float32 if len(dtypes) > 1 else dtypes.pop()
     return Dtype(str(dtype).removeprefix("torch."))
-
-
-def _fit_prompts(
-    tokenizer: PreTrainedTokenizerBase, notify: Callable[[str | None], None], cfg: Config, problems: Problems
-) -> Problems:
-    problems = with_prompts(cfg, problems, tokenizer)
-    check_contents(tokenizer, problems.train[0])
-    notify(unasked_tags(cfg, problems.train[0]))
-    problems, message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
-    for note in [*problems.notes, message]:
-        notify(note)
-    notify(control_tokens(tokenizer).note_on(problems, with_solutions=cfg.train.method == "sft"))
-    return problems
 
 
 def _open_outputs(

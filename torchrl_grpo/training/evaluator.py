@@ -67,8 +67,7 @@ class Evaluator:
         rendered = [render(tokenizer, example) for example in examples]
         self.texts = [text for text, _ in rendered]
         self.prompts = [tokens for _, tokens in rendered]
-        # Or whether a reward grades that may give any number.
-        self.says_what_is_right = grader.primary != MEAN_REWARD
+        self.what = f"the reward {grader.name}" if grader.primary == MEAN_REWARD else "accuracy"
         longest = cfg.inference_model.max_model_len - cfg.inference_model.max_new_tokens
         for example, prompt in zip(examples, self.prompts, strict=True):
             check_length(example, len(prompt), longest)

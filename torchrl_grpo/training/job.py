@@ -19,7 +19,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import claimed, explained_errors
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule
-from torchrl_grpo.config.derived import held_out_problems, with_total_turns
+from torchrl_grpo.config.derived import with_total_turns
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, WorkersLost
@@ -159,14 +159,11 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
 def _prepare_and_train(
     cfg: Config, run_dir: Path, problems: data.Problems, *, resume_from: Path | None, plan: Plan
 ) -> dict[str, Any]:
-    # Used to check that each problem has what the rewards need.
-    rewarded = problems.first_examples() if cfg.train.method == "grpo" else None
-    graded = problems.first_examples(held_out=True) if held_out_problems(cfg) > 0 else None
     try:
         with (
             screen.libraries_to_log(),
-            closing(rewards.build_reward_set(cfg, rewarded, cfg.env.repeats)) as reward_set,
-            closing(rewards.build_grader(cfg, reward_set, graded)) as grader,
+            closing(rewards.of_run(cfg, problems)) as reward_set,
+            closing(rewards.grader_of_run(cfg, problems, reward_set)) as grader,
         ):
             return _train(
                 cfg,
@@ -254,6 +251,8 @@ def _train(
     if mean is not None:
         bounds = [last.get("eval/primary_low"), last.get("eval/primary_high")]
         extras |= {"primary_before": counters.primary_before, "primary_after": mean, "primary_ci95": bounds}
+    if "eval/loss" in last:
+        extras |= {"loss_before": counters.loss_before, "loss_after": last["eval/loss"]}
     path = report.summary(
         run_dir,
         accuracy_before=None if counters.any_number else counters.accuracy_before,

@@ -95,12 +95,20 @@ class Outputs:
             self.evaluations.write(step, responses)
         self.metrics.write(step, metrics)
         self.loggers.log_scalars(metrics, step)
+        names = {
+            "eval/accuracy": "accuracy",
+            "eval/primary": f"held-out {self.grader}",
+            "eval/loss": "held-out loss",
+        }
+        held_out, name = next(
+            ((metrics[key], name) for key, name in names.items() if key in metrics), (None, "")
+        )
         self.progress.update(
             step,
             reward=metrics.get("reward/mean"),
             loss=None if "reward/mean" in metrics else metrics.get("loss/total"),
-            held_out=metrics.get("eval/accuracy", metrics.get("eval/primary")),
-            held_out_name="accuracy" if "eval/accuracy" in metrics else f"held-out {self.grader}",
+            held_out=held_out,
+            held_out_name=name,
             kl=metrics.get("kl/reference", metrics.get("kl/sampling_policy")),
             tokens_per_s=metrics.get("throughput/generated_tokens_per_s"),
         )
@@ -202,11 +210,11 @@ class Session:
         if self.schedule.evaluates:
             self.outputs.progress.note(f"held out: {len(evaluator.examples)} problems, graded by {grader}")
         if self.schedule.is_initial_evaluation_due(step) and not logged:
-            what = "accuracy" if evaluator.says_what_is_right else f"the reward {grader}"
-            self.outputs.progress.phase(f"measuring {what} before training")
+            self.outputs.progress.phase(f"measuring {evaluator.what} before training")
             metrics = self.evaluate()
             self.counters.accuracy_before = metrics.get("eval/accuracy")
             self.counters.primary_before = metrics.get("eval/primary")
+            self.counters.loss_before = metrics.get("eval/loss")
             self.log(metrics)
         if self.state.unlogged and not logged:
             # The run lost its workers after this step, before the step's metrics were written.

@@ -20,6 +20,7 @@ from torchrl_grpo.rollout.collector import Collector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.training.evaluator import Evaluator
+from torchrl_grpo.training.held_out_loss import HeldOutLoss
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
@@ -36,6 +37,7 @@ class Counters:
         seconds: time that earlier processes spent on the run; 0 if it was not resumed.
         accuracy_before: held-out accuracy before training; None if it was not measured.
         primary_before: mean held-out reward before training; None if no reward of the user grades.
+        loss_before: loss of held-out solutions before training; None if rewards grade.
         any_number: whether the reward that grades has had other values than 0 and 1.
         any_signal: whether the rewards of any group differed.
         peak_memory_gib: largest resident memory of the run's earlier processes, before it was resumed.
@@ -49,6 +51,7 @@ class Counters:
     seconds: float = 0.0
     accuracy_before: float | None = None
     primary_before: float | None = None
+    loss_before: float | None = None
     any_number: bool = False
     any_signal: bool = False
     peak_memory_gib: float = 0.0
@@ -57,7 +60,7 @@ class Counters:
     @property
     def evaluated_before(self) -> bool:
         """Whether there was an evaluation before training."""
-        return self.accuracy_before is not None or self.primary_before is not None
+        return (self.accuracy_before, self.primary_before, self.loss_before) != (None, None, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counters by name."""
@@ -101,7 +104,7 @@ class Parts:
     buffer: GroupBuffer
     publisher: WeightPublisher
     rounding_check_dtype: torch.dtype
-    evaluator: Evaluator
+    evaluator: Evaluator | HeldOutLoss
 
 
 @dataclass

@@ -1,0 +1,77 @@
+"""Measures the loss of held-out solutions, for supervised fine-tuning where no reward can grade."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.batch.schema import build_batch, sampled_mask
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.chat import render
+from torchrl_grpo.envs.solution_tokens import solutions
+from torchrl_grpo.inference.protocol import Completion, Inference
+from torchrl_grpo.training.evaluator import Evaluation
+from torchrl_grpo.training.learner import Learner
+
+
+class HeldOutLoss:
+    """The mean negative log-likelihood per token of held-out solutions under the trained model.
+
+    Args:
+        examples: held-out problems with solutions.
+        tokenizer: tokenizer of the model.
+        learner: model of rank 0.
+        end_token_id: token that ends a message.
+        max_new_tokens: longest solution in tokens; the rest of a longer one does not count.
+    """
+
+    what = "the loss of held-out solutions"
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokenizer: PreTrainedTokenizerBase,
+        learner: Learner,
+        end_token_id: int,
+        max_new_tokens: int,
+    ) -> None:
+        self.examples = examples
+        self._learner = learner
+        rendered = [render(tokenizer, example) for example in examples]
+        self._prompts = [text for text, _ in rendered]
+        self._solutions = list(solutions(tokenizer, examples, end_token_id))
+        tokens = [solution.tokens[:max_new_tokens] for solution in self._solutions]
+        zeros = torch.zeros(len(examples), 1, 1)
+        self._groups = build_batch(
+            [prompt for _, prompt in rendered],
+            [[Completion(each, [0.0] * len(each), "stop")] for each in tokens],
+            zeros,
+            zeros,
+            torch.arange(len(examples))[:, None],
+            0,
+            tokenizer.pad_token_id,
+        )
+
+    def __call__(self, engine: Inference) -> Evaluation:
+        """Measure the weights of the trainer; the engine has nothing to do.
+
+        Returns:
+            ``eval/loss`` in nats per token, ``eval/perplexity``, which is its exponential, and
+            ``eval/num_problems``; and the solutions, each with its own mean loss.
+        """
+        log_probs = self._learner.ranks.call_all(Learner.log_probs, self._learner, self._groups)
+        mask = sampled_mask(self._groups)
+        losses = -(log_probs.double() * mask).sum(-1).flatten()
+        counts = mask.sum(-1).flatten()
+        mean = float(losses.sum() / counts.sum())
+        rows = [
+            {"id": example.id, "prompt": prompt, "response": solution.text, "rewards": {}, "grade": loss}
+            for example, prompt, solution, loss in zip(
+                self.examples, self._prompts, self._solutions, (losses / counts).tolist(), strict=True
+            )
+        ]
+        metrics = {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))}
+        return Evaluation({**metrics, "eval/num_problems": len(self.examples)}, rows)
