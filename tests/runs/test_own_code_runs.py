@@ -152,3 +152,46 @@ def test_questions_and_solutions_are_enough_for_sft(
     first, last = (lines(tmp_path / "run/metrics.jsonl")[at] for at in (0, -1))
     assert (summary["loss_before"], summary["loss_after"]) == (first["eval/loss"], last["eval/loss"])
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
+
+
+GOOD = [{"prompt": f"Greet the guests of room {number}.", "level": number} for number in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("script", "rows", "words", "says"),
+    [
+        ("grpo", [*GOOD, {"text": "?"}], [], r"row 21 of rows.jsonl has no column 'question'"),
+        ("grpo", [*GOOD, {"prompt": "very " * 900}], [], r"prompt of jsonl/\w+/21 has \d+ tokens"),
+        ("grpo", GOOD, ["reward.functions.own=mine.py:stale"], r"needs stale, which is no column of"),
+        ("grpo", GOOD, ["reward.weights={exact_match:1}"], r"jsonl/\w+/1 has no answer to compare with"),
+        ("sft", GOOD, [], r"jsonl/\w+/1 has no solution to learn"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    repo_root: Path,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    *,
+    script: str,
+    rows: Any,
+    words: list[str],
+    says: str,
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def fine(completion, example):\n    return 1.0\n\ndef stale(completions, stale):\n    return stale\n"
+    )
+    write(tmp_path / "rows.jsonl", rows)
+    small = [word for word in SMALL if script == "grpo" or word != "env.repeats=4"]
+    path = repo_root / f"sota-implementations/{script}/{script}.py"
+    data = [
+        "env=jsonl",
+        "env.data_path=rows.jsonl",
+        "reward.functions.own=mine.py:fine",
+        f"model.name={tiny_model_dir}",
+    ]
+    found = []
+    for dry in ("true", "false"):
+        done = run_script([path, *data, *small, *words, f"dry_run={dry}"], cwd=tmp_path)
+        assert done.returncode == 2, done.stdout + done.stderr
+        found.append(next(line for line in done.stderr.splitlines() if line.startswith("error: ")))
+    assert found[0] == found[1] and re.search(says, found[0])

@@ -318,6 +318,7 @@ class _CommandLine:
 
     def _show_plan(self, cfg: Config, number: int, job: Job) -> None:
         from torchrl_grpo.planning import preflight
+        from torchrl_grpo.training import rehearsal
 
         if self.sweep:
             sys.stdout.write(f"job {number}\n")
@@ -332,11 +333,11 @@ class _CommandLine:
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {last_checkpoint.name}{nothing}\n")
         preflight.report(cfg, self.command.asynchronous)
-        problems: int | None = None
-        if cfg.train.num_epochs is not None:
-            from torchrl_grpo import data
-
-            problems = len(data.load(cfg).train)
+        loaded = rehearsal.load_problems(cfg)
+        problems = None if loaded is None else len(loaded.train)
+        if loaded is not None:
+            rehearsal.rehearse(cfg, loaded)
+        if cfg.train.num_epochs is not None and problems is not None:
             dropped = (
                 ", minus the prompts that are dropped for their length"
                 if cfg.env.overlong_prompts == "drop"

@@ -323,7 +323,10 @@ class Config:
         "hydra.run.dir, or starts it if it has no checkpoint. A path names a run folder or one of its "
         "checkpoints.",
     )
-    dry_run: bool = key(False, "Print the plan of roles, devices and memory, and do not run.")
+    dry_run: bool = key(
+        False,
+        "Print the plan of roles, devices and memory, try data that are not on the hub, and do not run.",
+    )
     allocation_mode: str | None = key(
         None,
         "Backends and devices of generation and training in one line, e.g. vllm:d4+fsdp:d4; null reads the "

@@ -1,0 +1,54 @@
+"""What ``dry_run=true`` does with the data: all that a run does with them before it loads the model.
+
+Data on the hub are not read, because a plan is also made where there is no network. Nor is the tokenizer of a
+model that is not in a folder of this machine.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from torchrl_grpo import data, rewards
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.mixture import mixture_parts
+from torchrl_grpo.models.shape import model_folder
+from torchrl_grpo.runtime import user_code
+
+
+def load_problems(cfg: Config) -> data.Problems | None:
+    """Load the problems of a run; None if they are on the hub and the plan does not need them.
+
+    Raises:
+        UserError: the data are invalid.
+    """
+    envs = [part.cfg.env for part in mixture_parts(cfg)] or [cfg.env]
+    local = all(env.data_path is not None or user_code.parse(env.dataset) is not None for env in envs)
+    return data.load(cfg) if local or cfg.train.num_epochs is not None else None
+
+
+def rehearse(cfg: Config, problems: data.Problems) -> None:
+    """Refuse rewards, problems and a tokenizer that the run would refuse.
+
+    Raises:
+        UserError: as the run would.
+    """
+    with (
+        closing(rewards.of_run(cfg, problems)) as reward_set,
+        closing(rewards.grader_of_run(cfg, problems, reward_set)) as grader,
+    ):
+        if (folder := model_folder(cfg.model)) is None:
+            return
+        _read(cfg, folder, problems, grader)
+
+
+def _read(cfg: Config, folder: Path, problems: data.Problems, grader: rewards.CountingGrader) -> None:
+    # Imports torch, which takes seconds.
+    from torchrl_grpo.envs.episodes.build import check_environment
+    from torchrl_grpo.models import loading
+    from torchrl_grpo.training.prepare import prepare
+
+    check_environment(cfg)
+    tokenizer = loading.load_tokenizer(str(folder.resolve()), cfg.model)
+    loading.check_context(str(folder.resolve()), cfg)
+    prepare(cfg, tokenizer, problems, grader, lambda text: None)
