@@ -60,7 +60,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )
-    made.wait_until_ready(300)
+    made.wait_until_ready(500)
     yield made
     made.kill()
 
