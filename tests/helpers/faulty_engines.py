@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 from batches import VOCAB
-from stale_parts import Faulty
 from torch import Tensor
 
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
@@ -15,17 +14,11 @@ from torchrl_grpo.weight_sync.probe import probe_prompts
 
 Weights = Iterable[tuple[str, Tensor]]
 
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def prompts() -> list[list[int]]:
     g = torch.Generator().manual_seed(0)
     system = [9, 8, 7, 6, 5, 4]
     return probe_prompts([system + torch.randint(3, VOCAB, (20,), generator=g).tolist() for _ in range(4)])
-
-
-class KeepsAPart(Faulty, TransformersEngine):
-    """An engine that weights do not reach whole."""
 
 
 class EngineIgnores(TransformersEngine):

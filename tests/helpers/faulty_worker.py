@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from stale_parts import Fault, Faulty
+from stale_parts import Fault, KeepsAPart
 from torch import Tensor
 
 from torchrl_grpo.inference.protocol import (
@@ -18,14 +18,12 @@ from torchrl_grpo.inference.protocol import (
     Sampling,
     SteppingEngine,
 )
-from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout.workers.ray_pool import RayPool
 from torchrl_grpo.rollout.workers.ray_worker import RolloutActor, WorkerSpec
 from torchrl_grpo.rollout.workers.types import LoadWeightsCommand, TrainerWeights
 
-
-class KeepsAPart(Faulty, TransformersEngine):
-    """An engine that weights do not reach whole."""
+# Much, for a busy machine: a worker imports for six seconds of a core.
+_PATIENCE_S = 400
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class OneWorker(Inference):
         self.pool = pool
         started: Future[Any] = Future()
         pool.start(0, started.set_result)
-        assert started.result(120) is None
+        assert started.result(_PATIENCE_S) is None
 
     def plant(self, fault: Fault | None) -> None:
         """Have the worker's engine take weights with ``fault``."""
@@ -90,7 +88,7 @@ class OneWorker(Inference):
         self.pool.call(0, command, replied.set_result)
         if isinstance(command, LoadWeightsCommand) and isinstance(command.content, TrainerWeights):
             command.content.send_until(replied)
-        found = replied.result(120)
+        found = replied.result(_PATIENCE_S)
         if isinstance(found, BaseException):
             raise found
         return found

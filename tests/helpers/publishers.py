@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Engine, Probe, ProbeResult
+from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
@@ -34,7 +34,7 @@ class Direct:
 
 
 def make_publisher(
-    model: Any, engine: Engine, prompts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+    model: Any, engine: Inference, prompts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
 ) -> WeightPublisher:
     """A publisher of ``model`` to an engine with weights in ``dtype``."""
     return WeightPublisher(

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from torchrl_grpo.errors import UserError
 from torchrl_grpo.inference.protocol import Engine
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.weight_sync.probe import named_weights
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 PARTS = ("tensor", "row", "element", "two rows swapped")
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Faulty(Engine):
         super().update(weights if fault is None else ((n, fault.applied(n, t)) for n, t in weights))  # type: ignore[safe-super]
 
 
+class KeepsAPart(Faulty, TransformersEngine):
+    """An engine that weights do not reach whole."""
+
+
 def move_everything(model: Any, seed: int, size: float = 0.1) -> None:
     """So far that each number is another one in 16 bits too, those that were zero included."""
     g = torch.Generator().manual_seed(seed)
@@ -72,6 +78,13 @@ def every_part(publisher: WeightPublisher) -> Cases:
         for part in PARTS
         if tensor.dim() > 1 or part != PARTS[3]
     ]
+
+
+def share_of(cases: Cases, dtype: torch.dtype) -> Cases:
+    """A third of the cases; the three formats together have all of them, and each has all kinds of parts."""
+    number, formats = FORMATS.index(dtype), len(FORMATS)
+    # Three parts of a tensor follow each other, so each three begin with another format.
+    return [case for index, case in enumerate(cases) if (index + index // formats) % formats == number]
 
 
 def of_each_kind(cases: Cases) -> Cases:

@@ -20,13 +20,12 @@ import torch
 from batches import END, PAD, make_model
 from faulty_worker import FaultyActor, OneWorker
 from forked import ForkedPopen
-from publishers import Direct
-from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
+from publishers import make_publisher
+from stale_parts import FORMATS, Fault, assert_each_is_found, every_part, of_each_kind, share_of
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.rollout.workers.ray_worker import WorkerSpec, pack, unpack
 from torchrl_grpo.runtime.interrupts import keep_termination_handler
@@ -314,34 +313,39 @@ def test_too_many_workers_for_a_cluster_are_refused(
     assert "inference_model.num_devices=5" in output(tmp_path) and "4 CPU and 0 GPU" in output(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
-    dtype: torch.dtype, repo_root: Path, tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Workers import what is planted in them.
-    monkeypatch.setenv("PYTHONPATH", str(repo_root / "tests/helpers"), prepend=os.pathsep)
+@contextlib.contextmanager
+def worker_of(
+    cluster: Any, folder: Path, dtype: torch.dtype, sender: torch.device | None = None
+) -> Iterator[tuple[OneWorker, WeightPublisher]]:
+    """A worker that can be told to take weights with a fault, and what publishes to it."""
     model = make_model("llama_tied", num_hidden_layers=1)
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(folder / "model")
     cfg = Config()
-    cfg.model.name = str(tmp_path / "model")
+    cfg.model.name = str(folder / "model")
     cfg.inference_model.backend = "transformers"
     cfg.inference_model.dtype = Dtype(str(dtype).removeprefix("torch."))
-    cfg.ray.address = two_nodes.address
-    pool = ray_pool.RayPool(
-        cfg, WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), count=1, actor=FaultyActor
-    )
+    cfg.ray.address = cluster.address
+    spec = WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False, sender=sender)
+    pool = ray_pool.RayPool(cfg, spec, count=1, actor=FaultyActor)
     try:
         worker = OneWorker(pool)
-        publisher = WeightPublisher(
-            model,
-            TokenScorer(model),
-            engine=worker,
-            probe_prompts=PROMPTS,
-            pad_token_id=PAD,
-            precision=dtype,
-            engine_dtype=dtype,
-            transport=Direct(worker),
-        )
+        yield worker, make_publisher(model, worker, PROMPTS, dtype)
+    finally:
+        pool.close()
+
+
+@pytest.fixture
+def planted(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers import what is planted in them."""
+    monkeypatch.setenv("PYTHONPATH", str(repo_root / "tests/helpers"), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("planted")
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
+    dtype: torch.dtype, tmp_path: Path, two_nodes: Any
+) -> None:
+    with worker_of(two_nodes, tmp_path, dtype) as (worker, publisher):
         cases = every_part(publisher)
 
         def on_the_way(fault: Fault | None) -> None:
@@ -350,52 +354,26 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
         # Calls to a worker take their time: a sample at the start, and of faults on the way.
         some = of_each_kind(cases)
         assert_each_is_found(publisher, publisher.verify_at_start, worker.plant, some)
-        assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
+        assert_each_is_found(publisher, publisher.publish, worker.plant, share_of(cases, dtype))
         assert_each_is_found(publisher, publisher.publish, on_the_way, some)
         assert publisher.unreadable == []
-    finally:
-        pool.close()
 
 
-def test_a_worker_proves_the_weights_that_a_group_of_processes_sends(
-    repo_root: Path, tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("planted")
+def test_a_worker_proves_the_weights_that_a_group_of_processes_sends(tmp_path: Path, two_nodes: Any) -> None:
     """The channel that takes NCCL on GPUs, with gloo in its place."""
-    monkeypatch.setenv("PYTHONPATH", str(repo_root / "tests/helpers"), prepend=os.pathsep)
-    model = make_model("llama_tied", num_hidden_layers=1)
-    model.save_pretrained(tmp_path / "model")
-    cfg = Config()
-    cfg.model.name = str(tmp_path / "model")
-    cfg.inference_model.backend = "transformers"
-    cfg.inference_model.dtype = Dtype.bfloat16
-    cfg.ray.address = two_nodes.address
-    spec = WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False, sender=torch.device("cpu"))
-    pool = ray_pool.RayPool(cfg, spec, count=1, actor=FaultyActor)
-    try:
-        worker = OneWorker(pool)
-        publisher = WeightPublisher(
-            model,
-            TokenScorer(model),
-            engine=worker,
-            probe_prompts=PROMPTS,
-            pad_token_id=PAD,
-            precision=torch.bfloat16,
-            engine_dtype=torch.bfloat16,
-            transport=Direct(worker),
-        )
+    with worker_of(two_nodes, tmp_path, torch.bfloat16, torch.device("cpu")) as (worker, publisher):
         publisher.verify_at_start(0)
         cases = of_each_kind(every_part(publisher))
         assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
         publisher.publish(1)
         assert publisher.unreadable == []
         # A worker that is started again joins a new group.
-        pool.kill(0)
+        worker.pool.kill(0)
         started: Future[Any] = Future()
-        pool.start(0, started.set_result)
+        worker.pool.start(0, started.set_result)
         assert started.result(240) is None
         publisher.publish(2)
-    finally:
-        pool.close()
 
 
 def test_kills_at_random_moments(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from adapters import adapted, by_formula, move
 from batches import END, PAD, make_model
-from faulty_engines import FORMATS, EngineIgnores, KeepsAPart, LoadsIntoACopy, prompts
+from faulty_engines import EngineIgnores, LoadsIntoACopy, prompts
 from peft.tuners.lora import LoraLayer
 from publishers import Direct
-from stale_parts import Fault, assert_each_is_found, every_part, move_everything
+from stale_parts import FORMATS, Fault, KeepsAPart, assert_each_is_found, every_part, move_everything
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import TrainingStopped

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from batches import END, PAD, VOCAB, make_model
-from faulty_engines import FORMATS, EngineIgnores, KeepsAPart, LoadsIntoACopy, prompts
+from faulty_engines import EngineIgnores, LoadsIntoACopy, prompts
 from publishers import Direct
-from stale_parts import Fault, assert_each_is_found, every_part
+from stale_parts import FORMATS, Fault, KeepsAPart, assert_each_is_found, every_part, share_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -92,10 +92,8 @@ def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.d
     def plant(fault: Fault | None) -> None:
         engine.fault = fault
 
-    # All of the cases in the three formats together. One family has all of them in each format.
-    # Three parts of a tensor follow each other, so each three begin with another format.
-    number, formats = FORMATS.index(dtype), len(FORMATS)
-    some = [case for index, case in enumerate(cases) if (index + index // formats) % formats == number]
+    # One family has all of them in each format.
+    some = share_of(cases, dtype)
     assert_each_is_found(publisher, publisher.verify_at_start, plant, some)
     assert_each_is_found(publisher, publisher.publish, plant, cases if family == NINE[0] else some)
 
