@@ -255,7 +255,7 @@ def _train(
         extras |= {"loss_before": counters.loss_before, "loss_after": last["eval/loss"]}
     path = report.summary(
         run_dir,
-        accuracy_before=None if counters.any_number else counters.accuracy_before,
+        accuracy_before=counters.share_before,
         accuracy_after=after,
         accuracy_ci95=None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"]),
         steps=counters.step,

@@ -341,7 +341,7 @@ class Session:
             step=self.counters.step,
             metrics={name: value for name, value in last.items() if name.startswith("eval/")},
             evaluated_at=last["step"],
-            accuracy_before=self.counters.accuracy_before,
+            accuracy_before=self.counters.share_before,
         )
         model_card.write(folder, self.cfg, self._base, training)
 

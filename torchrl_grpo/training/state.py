@@ -58,6 +58,11 @@ class Counters:
     peak_cuda_gib: float = 0.0
 
     @property
+    def share_before(self) -> float | None:
+        """Accuracy before training; None if the reward that grades turned out to give any number."""
+        return None if self.any_number else self.accuracy_before
+
+    @property
     def evaluated_before(self) -> bool:
         """Whether there was an evaluation before training."""
         return (self.accuracy_before, self.primary_before, self.loss_before) != (None, None, None)
