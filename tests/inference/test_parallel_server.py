@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import signal
 import threading
@@ -38,6 +39,8 @@ from torchrl_grpo.runtime import shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
+# Three of its four processes need not import vLLM.
+_PROGRAM = Path(__file__).resolve().parents[1] / "helpers/forking_server.py"
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 
 
@@ -54,9 +57,11 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**26},
         on_cpu=True,
     )
+    python, safe_path, module, _, *arguments = launch.words
+    assert (safe_path, module) == ("-P", "-m")
     made = ServerProcess(
         VLLM,
-        launch,
+        dataclasses.replace(launch, words=[python, str(_PROGRAM), *arguments]),
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )
