@@ -520,7 +520,7 @@ def test_rewards_that_cancel_add_up_to_zero() -> None:
         (math.inf, "not a finite number"),
         ({"x": 1.0}, "needs a 'score'"),
         ("text", "could not convert"),
-        (None, "NoneType"),
+        (None, "returned None, not a number"),
     ],
 )
 def test_a_reward_that_fails_is_counted_logged_and_takes_on_error(

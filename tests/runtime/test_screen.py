@@ -94,3 +94,26 @@ def test_without_a_log_nothing_changes(
         os.write(1, b"shown\n")
     assert capfd.readouterr().out == "shown\n"
     assert screen.err() is sys.stderr
+
+
+def test_records_that_are_alike_are_folded_with_a_count_and_all_are_in_the_log(tmp_path: Path) -> None:
+    code = """
+    rewards = logging.getLogger("torchrl_grpo.rewards")
+    for number in range(120):
+        rewards.warning("mine failed on %d", number, extra={"fold": "mine"})
+    rewards.warning("other failed", extra={"fold": "other"})
+    for number in range(2):
+        rewards.warning("a worker died")
+    """
+    done = run(tmp_path / "grpo.log", code)
+    lines = done.stdout.splitlines()
+    start = lines.index("torchrl_grpo.rewards: mine failed on 0")
+    assert lines[start : start + 6] == [
+        "torchrl_grpo.rewards: mine failed on 0",
+        "torchrl_grpo.rewards: mine failed on 9 (10 times so far)",
+        "torchrl_grpo.rewards: mine failed on 99 (100 times so far)",
+        "torchrl_grpo.rewards: other failed",
+        *["torchrl_grpo.rewards: a worker died"] * 2,
+    ]
+    log = (tmp_path / "grpo.log").read_text()
+    assert log.count("mine failed on") == 120 and "times so far" not in log

@@ -160,7 +160,7 @@ class Progress:
             held_out: held-out accuracy or reward; between evaluations the last one stays in view, with its
                 step.
             held_out_name: what it is.
-            kl: divergence from the reference, or from the policy that generated.
+            kl: KL divergence from the reference, in nats per token; None without a reference.
             tokens_per_s: response tokens per second of the step.
         """
         if not self.enabled:

@@ -10,10 +10,12 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from torchrl_grpo.observe import rules
+from torchrl_grpo.observe.guards import Finding
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, ROLLOUTS, jsonable, read_jsonl
 from torchrl_grpo.runtime.files.shared_files import replace
 
@@ -55,6 +57,7 @@ def summary(
     peak_memory_gib: float,
     extras: Mapping[str, Any] | None = None,
     any_signal: bool = True,
+    findings: Sequence[Finding] = (),
     stream: TextIO | None = None,
 ) -> Path:
     """Write ``summary.json`` atomically and print the closing message.
@@ -71,7 +74,8 @@ def summary(
         peak_memory_gib: largest resident memory in GiB.
         extras: additional entries of the file.
         any_signal: whether any group had responses with different rewards. If false, the message advises what
-            to change.
+            to change, unless a finding has the cause.
+        findings: what the guards found and what still holds; the message repeats it.
         stream: stream to print to; None is stdout.
 
     Returns:
@@ -96,9 +100,18 @@ def summary(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SUMMARY
     replace(path, json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
-    text = closing_words(folder, entries) + ("" if any_signal or steps == 0 else f"\n{NO_SIGNAL}")
+    text = "\n".join([closing_words(folder, entries), *_warnings(findings, any_signal or steps == 0)])
     print(text, file=sys.stdout if stream is None else stream, flush=True)
     return path
+
+
+def _warnings(findings: Sequence[Finding], any_signal: bool) -> list[str]:
+    if any_signal:
+        return [str(finding) for finding in findings]
+    # Without any signal at all, this is said of the whole run.
+    others = [finding for finding in findings if finding.rule is not rules.NO_SIGNAL]
+    explained = any(finding.rule.name in rules.NO_SIGNAL.explained_by for finding in others)
+    return [*map(str, others), *([] if explained else [NO_SIGNAL])]
 
 
 def of_ended_run(run_dir: Path, step: int) -> dict[str, Any] | None:
@@ -142,6 +155,8 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
     minutes, seconds = divmod(round(entries["seconds"]), 60)
     lines.append(f"  optimizer steps    {entries['steps']}   in {minutes} min {seconds:02d} s")
     lines.append(f"  peak memory        {entries['peak_memory_gib']:.2f} GiB")
+    if entries.get("reward_errors"):
+        lines.append(f"  failed rewards     {entries['reward_errors']}   calls; the log has each")
     lines.append(f"Written to {folder}")
     there = [(name, what) for name, what in _PLACES if (folder / name).exists()]
     width = max((len(name) for name, _ in there), default=0)

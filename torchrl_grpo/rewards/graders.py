@@ -216,7 +216,7 @@ class CountingGrader:
             message = f"{type(error).__name__}: {error}"
             _log.warning(
                 "grading of %s failed, so it counts as wrong: %s; completion: %s",
-                example.id, message, excerpt(completion),
+                example.id, message, excerpt(completion), extra={"fold": "grading"},
             )  # fmt: skip
             return Graded(dict.fromkeys(self.metrics, 0.0), score, {**score.errors, "grader": message})
 

@@ -143,7 +143,7 @@ class RewardSet:
             self.error_count += 1
         _log.warning(
             "reward %s failed on %s and counts as %g: %s; completion: %s",
-            name, example.id, self._on_error, message, excerpt(completion),
+            name, example.id, self._on_error, message, excerpt(completion), extra={"fold": f"reward {name}"},
         )  # fmt: skip
 
 
@@ -222,6 +222,8 @@ def read_result(result: _Result | Exception) -> tuple[float, dict[str, float]]:
     parts = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in parts:
         raise ValueError(f"the result of a reward needs a 'score', got {sorted(parts)}")
+    if None in parts.values():
+        raise TypeError("it returned None, not a number; is a return statement missing?")
     numbers = {name: float(value) for name, value in parts.items()}
     for name, value in numbers.items():
         if not math.isfinite(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts, written_texts
+from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 
@@ -182,6 +183,43 @@ def pass_rates(round_: Round, reward: str, threshold: float) -> dict[int, float]
         for parts, total in zip(round_.rewards_by_name, totals, strict=True)
     ]
     return {numbers[p]: sum(right[p * G : (p + 1) * G]) / G for p in range(P)}
+
+
+def error_share(round_: Round) -> dict[str, float]:
+    """Return the metric ``reward/error_share``: of the reward that failed most, the share of its calls.
+
+    Empty if no reward failed.
+    """
+    failed = Counter(name for errors in round_.errors for name in errors)
+    calls = Counter(name for parts in round_.rewards_by_name for name in parts)
+    return {"reward/error_share": max(failed[name] / calls[name] for name in failed)} if failed else {}
+
+
+def check_rewards(round_: Round, weights: Mapping[str, float]) -> None:
+    """Check that a reward judged at least one response of the first round.
+
+    Args:
+        round_: first round of a run.
+        weights: weights of the rewards by name. One of weight 0 teaches nothing.
+
+    Raises:
+        TrainingStopped: every call of every reward failed. The message has the errors.
+    """
+    calls = [
+        (name, errors.get(name))
+        for parts, errors in zip(round_.rewards_by_name, round_.errors, strict=True)
+        for name in parts
+        if weights.get(name)
+    ]
+    if not calls or any(error is None for _, error in calls):
+        return
+    errors_by_name = dict(reversed(calls))
+    raise TrainingStopped(
+        f"every reward failed on all {len(round_.errors)} responses of the first round: "
+        + ", and ".join(f"{name} with {error}" for name, error in errors_by_name.items())
+        + "; correct it (reward.functions names functions of your own). A reward should return a number, "
+        "such as 0, for a response that it cannot judge"
+    )
 
 
 def episode_metrics(round_: Round) -> dict[str, float]:

@@ -6,11 +6,14 @@ meanwhile. What the project prints goes to :func:`out` and :func:`err`.
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import logging
 import os
 import sys
+import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -175,8 +178,43 @@ def _show_records(screen: _Screen, stack: ExitStack) -> None:
         stream = handler.stream
         handler.setStream(screen.out if stream is sys.stdout else screen.err)
         stack.callback(handler.setStream, stream)
-        handler.addFilter(_for_users)
-        stack.callback(handler.removeFilter, _for_users)
+        fold = _Fold(handler)
+        handler.addFilter(fold)
+        stack.callback(handler.removeFilter, fold)
+
+
+class _Fold(logging.Filter):
+    """Shows what users can act on; of records that are alike only the first, the 10th, the 100th and so on.
+
+    Records are alike if they have the same attribute ``fold``, which ``extra`` gives them.
+
+    Args:
+        handler: handler of the records.
+    """
+
+    def __init__(self, handler: logging.StreamHandler[TextIO]) -> None:
+        super().__init__()
+        self._handler = handler
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind: str | None = getattr(record, "fold", None)
+        if kind is None or not _for_users(record):
+            return _for_users(record)
+        with self._lock:
+            self._counts[kind] += 1
+            count = self._counts[kind]
+        if count > 1 and str(count).strip("0") == "1":
+            # A copy: other handlers write the record as it is.
+            counted = copy.copy(record)
+            counted.msg, counted.args = f"{record.getMessage()} ({count} times so far)", None
+            self._handler.acquire()
+            try:
+                self._handler.emit(counted)
+            finally:
+                self._handler.release()
+        return count == 1
 
 
 def _for_users(record: logging.LogRecord) -> bool:

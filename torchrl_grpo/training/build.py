@@ -32,7 +32,7 @@ from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.observe import loggers
-from torchrl_grpo.observe.metrics import EvaluationWriter, MetricsWriter, RolloutWriter
+from torchrl_grpo.observe.metrics import EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.planning import placement
@@ -273,7 +273,8 @@ def _open_outputs(
         progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
     outputs = Outputs(run_dir, metrics, rollouts, evaluations, chosen, progress, job.grader.name)
     lost = [] if step is None else outputs.lost_lines(step, schedule, state)
-    for note in (*lost, *chosen.notes):
+    holding = [] if step is None else outputs.guards.replay(read_jsonl(metrics.path))
+    for note in (*lost, *chosen.notes, *map(str, holding)):
         progress.note(note)
     return outputs
 

@@ -263,6 +263,7 @@ def _train(
         peak_memory_gib=peak_memory_gib,
         extras=extras,
         any_signal=counters.any_signal,
+        findings=session.outputs.guards.holding(),
         stream=screen.out(),
     )
     return dict(json.loads(path.read_text()))

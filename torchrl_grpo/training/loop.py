@@ -16,7 +16,14 @@ from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
-from torchrl_grpo.rollout.round import Round, episode_metrics, pass_rates, staleness_metrics
+from torchrl_grpo.rollout.round import (
+    Round,
+    check_rewards,
+    episode_metrics,
+    error_share,
+    pass_rates,
+    staleness_metrics,
+)
 from torchrl_grpo.runtime.interrupts import StopRequested, stop_requested
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.throughput import unattributed_seconds
@@ -156,7 +163,13 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
 
     These are rewards, the share of groups with equal rewards, advantages, lengths, staleness, episodes and
     throughput.
+
+    Raises:
+        TrainingStopped: every reward failed on every response of the run's first round.
     """
+    if run.counters.step == 0:
+        rewards_of_run = run.parts.collector.env.reward_set
+        check_rewards(round_, dict(zip(rewards_of_run.names, rewards_of_run.weights, strict=True)))
     groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]
     run.counters.response_tokens += round_.response_tokens
@@ -168,6 +181,7 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
         "reward/std": float(rewards.std(correction=0)),
         "reward/constant_groups": float(is_constant(rewards.squeeze(-1).float()).float().mean()),
         "reward/errors": round_.error_count,
+        **error_share(round_),
         "advantage/abs_mean": float(groups["advantage"].abs().mean()),
         **_lengths(groups),
         "policy/version": int(groups["policy_version"].min()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import launch_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import lora, model_card, saving
+from torchrl_grpo.observe.guards import Guards
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import METRICS, EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
 from torchrl_grpo.observe.progress import Progress
@@ -49,6 +50,7 @@ class Outputs:
         loggers: loggers of ``logging.backends``.
         progress: progress bar, or plain lines.
         grader: what grades the evaluation.
+        guards: watch over the metrics.
     """
 
     run_dir: Path
@@ -58,6 +60,7 @@ class Outputs:
     loggers: Loggers
     progress: Progress
     grader: str
+    guards: Guards = field(default_factory=Guards)
 
     def lost_lines(self, step: int, schedule: RunSchedule, state: SessionState) -> list[str]:
         """Describe what the files of a run that is resumed after ``step`` lack."""
@@ -109,9 +112,11 @@ class Outputs:
             loss=None if "reward/mean" in metrics else metrics.get("loss/total"),
             held_out=held_out,
             held_out_name=name,
-            kl=metrics.get("kl/reference", metrics.get("kl/sampling_policy")),
+            kl=metrics.get("kl/reference"),
             tokens_per_s=metrics.get("throughput/generated_tokens_per_s"),
         )
+        for finding in self.guards.take(step, metrics):
+            self.progress.note(str(finding))
 
 
 def try_out_checkpoint(

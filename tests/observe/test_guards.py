@@ -1,0 +1,214 @@
+"""Guards: each rule begins when its sign has lasted, is silent on ordinary runs, and names cause and key."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_grpo.config.schema import keys
+from torchrl_grpo.observe.guards import Finding, Guards
+from torchrl_grpo.observe.report import summary
+from torchrl_grpo.observe.rules import RULES
+
+# What the quick start measured of its first steps, with optimizer.lr=1e-5 and 1e-3.
+_LEARNS = {
+    "reward/mean": 0.0345,
+    "reward/constant_groups": 0.625,
+    "advantage/abs_mean": 0.23,
+    "response/truncated": 0.875,
+    "policy/entropy": 1.878,
+}
+_DIES = {
+    "reward/mean": 0.0,
+    "reward/constant_groups": 1.0,
+    "advantage/abs_mean": 0.0,
+    "response/truncated": 1.0,
+    "policy/entropy": 0.348,
+}
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    """A line of a healthy step, with changes: two underscores stand for a slash, None removes a metric."""
+    healthy = {
+        **_LEARNS,
+        "step": step,
+        "response/length_max": 12.0,
+        "policy/version": step - 1,
+        "policy/ratio": 1.0,
+        "kl/reference": 0.1,
+        "kl/sampling_policy": 1e-10,
+        "optimizer/lr": 1e-5,
+        "optimizer/grad_norm": 1.3,
+    }
+    renamed = {name.replace("__", "/"): value for name, value in changes.items()}
+    return {name: value for name, value in {**healthy, **renamed}.items() if value is not None}
+
+
+def evaluation(value: float) -> dict[str, Any]:
+    near = {"eval__accuracy": value, "eval__accuracy_low": value - 0.05, "eval__accuracy_high": value + 0.05}
+    return {**near, "eval__num_problems": 100}
+
+
+def watch(rows: list[dict[str, Any]], guards: Guards | None = None) -> list[tuple[int, str]]:
+    """Return the step and the rule of each warning."""
+    guards = guards or Guards()
+    return [(line["step"], finding.rule.name) for line in rows for finding in guards.take(line["step"], line)]
+
+
+SIGNS: dict[str, dict[str, Any]] = {
+    "reward_fails": {"reward__error_share": 1.0},
+    "truncated": {"response__truncated": 1.0},
+    "no_signal": {"reward__constant_groups": 1.0, "advantage__abs_mean": 0.0},
+    "no_gradient": {"optimizer__grad_norm": 0.0},
+    "entropy": {"policy__entropy": 0.004},
+    "kl": {"kl__reference": 7.0},
+    "mismatch": {"kl__sampling_policy": 0.02},
+}
+BY_EVALUATION = {"reward_hacked": 0.9, "held_out_falls": 0.01}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_a_warning_begins_when_its_sign_has_lasted_and_comes_once(name: str) -> None:
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    bad = [row(step, **SIGNS[name]) for step in range(3, 3 + rule.window + 4)]
+    guards = Guards()
+    assert watch([row(1), row(2), *bad], guards) == [(2 + rule.window, name)]
+    (finding,) = guards.holding()
+    assert finding.since == 3 and str(finding).startswith(f"warning: {finding.seen} (since step 3): ")
+    # A row of the sign that is interrupted does not count.
+    broken = [row(step) if step % rule.window == 0 else row(step, **SIGNS[name]) for step in range(1, 9)]
+    assert watch(broken) == []
+    # It is over, and comes again without another line.
+    assert watch([row(20)], guards) == [] and guards.holding() == []
+    assert watch([row(step, **SIGNS[name]) for step in range(21, 29)], guards) == []
+    assert "(since step 21, for the 2. time)" in str(guards.holding()[0])
+
+
+@pytest.mark.parametrize("name", BY_EVALUATION)
+def test_the_held_out_value_falls_while_rewards_rise_or_fall(name: str) -> None:
+    reward = BY_EVALUATION[name]
+    start = [row(0, **evaluation(0.5)), row(1), row(2), row(3, **evaluation(0.7))]
+    assert watch([*start, row(4, reward__mean=reward, **evaluation(0.61))]) == [], "intervals meet"
+    assert watch([*start, row(4, reward__mean=reward, **evaluation(0.59))]) == [(4, name)]
+
+
+def test_a_held_out_value_falls_without_rewards_too() -> None:
+    solutions = {"reward__mean": None, "reward__constant_groups": None, "policy__ratio": None}
+    lines = [row(step, **solutions, **evaluation(value)) for step, value in ((0, 0.5), (5, 0.8), (9, 0.6))]
+    assert watch(lines) == [(9, "held_out_falls")]
+
+
+def test_every_rule_has_a_sign_here() -> None:
+    assert {rule.name for rule in RULES} == {*SIGNS, *BY_EVALUATION, "collapse"}
+
+
+def test_an_update_that_kills_the_model_is_seen_in_the_next_round() -> None:
+    dying = [row(1), row(2) | _DIES, row(3) | _DIES]
+    # Cut off responses and the missing signal follow from it, also when the entropy has risen again.
+    later = [row(step) | _DIES | {"policy/entropy": 0.9} for step in range(4, 9)]
+    guards = Guards()
+    assert watch([*dying, *later], guards) == [(2, "collapse")]
+    assert "optimizer.lr" in str(guards.holding()[0])
+    assert watch([row(9)], guards) == [] and guards.holding() == [], "a round has a signal again"
+
+
+def test_what_explains_a_sign_is_named_in_its_place() -> None:
+    cut = [row(step, **SIGNS["no_signal"], **SIGNS["truncated"]) for step in range(1, 7)]
+    assert watch(cut) == [(3, "truncated")]
+    failing = [row(step, **SIGNS["no_signal"], **SIGNS["reward_fails"]) for step in range(1, 7)]
+    assert watch(failing) == [(1, "reward_fails")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        # Equal rewards teach without a baseline; a step may count no token, or its gradient overflows.
+        {"reward__constant_groups": 1.0},
+        {"optimizer__grad_norm": math.nan},
+        {"reward__constant_groups": 1.0, "advantage__abs_mean": 0.1, "optimizer__grad_norm": 0.0},
+        {"kl__sampling_policy": 0.3, "policy__version": 0},
+        {"response__truncated": 0.98, "reward__constant_groups": 0.9},
+        {"kl__reference": 0.6, "mismatch__kl": 1e-3, "policy__entropy": 0.19},
+        {"kl__reference": math.inf, "policy__entropy": math.nan, "reward__mean": math.nan},
+    ],
+)
+def test_ordinary_lines_say_nothing(changes: dict[str, Any]) -> None:
+    assert watch([row(step, **(changes if step > 1 else {})) for step in range(1, 30)]) == []
+
+
+def test_a_run_that_learns_solutions_may_be_sure_of_them() -> None:
+    sampled = {"policy__ratio": None, "reward__mean": None, "reward__constant_groups": None}
+    line = {**sampled, "policy__entropy": 1e-4, "kl__reference": 9.0, "response__truncated": 1.0}
+    assert watch([row(step, **line) for step in range(1, 9)]) == []
+    still = {**sampled, "optimizer__grad_norm": 0.0}
+    assert watch([row(step, **still) for step in range(1, 9)]) == [(3, "no_gradient")]
+
+
+def test_a_replay_of_the_lines_leaves_what_the_run_had() -> None:
+    lines = [
+        *(row(step, **SIGNS["truncated"]) for step in range(1, 5)),
+        row(5, **evaluation(0.9)),
+        *(row(step, reward__mean=0.9, **SIGNS["entropy"]) for step in range(6, 8)),
+        row(8, reward__mean=0.9, **SIGNS["entropy"], **evaluation(0.3)),
+        *(row(step, **SIGNS["truncated"]) for step in range(9, 13)),
+    ]
+    whole = Guards()
+    begun = watch(lines, whole)
+    assert {name for _, name in begun} == {"truncated", "entropy", "reward_hacked"}
+    for cut in range(len(lines) + 1):
+        resumed = Guards()
+        resumed.replay(lines[:cut])
+        later = [(step, name) for step, name in begun if cut < len(lines) and step >= lines[cut]["step"]]
+        assert watch(lines[cut:], resumed) == later
+        assert list(map(str, resumed.holding())) == list(map(str, whole.holding()))
+
+
+def test_the_documentation_has_the_table_of_rules(repo_root: Path) -> None:
+    page = (repo_root / "docs/troubleshooting.md").read_text()
+    text = page.partition("<!-- rules -->\n")[2].partition("<!-- /rules -->")[0]
+    expected = ["| warning | sign, of | begins after | cause, and key to change | source of the threshold |"]
+    expected.append("| --- | --- | --- | --- | --- |")
+    for rule in RULES:
+        sign = f"{'at most' if rule.below else 'at least'} {rule.threshold:g}: {', '.join(rule.reads)}"
+        lasts = f"{rule.window} {rule.unit}{'s' if rule.window > 1 else ''}"
+        expected.append(f"| {rule.name} | {sign} | {lasts} | {rule.advice} | {rule.source} |")
+    assert text.splitlines() == expected
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_names_keys_that_exist(rule: Any) -> None:
+    named = re.findall(r"\b[a-z_]+\.[a-z_]+\b", rule.advice.replace("rollouts.jsonl", ""))
+    assert named and all(keys().knows(name) for name in named)
+    assert set(rule.explained_by) <= {other.name for other in RULES}
+
+
+def test_the_closing_screen_repeats_what_holds(tmp_path: Path) -> None:
+    figures: dict[str, Any] = {
+        "accuracy_before": None, "accuracy_after": None, "accuracy_ci95": None,
+        "steps": 9, "seconds": 1.0, "peak_memory_gib": 1.0,
+    }  # fmt: skip
+
+    def closing(any_signal: bool, *names: str) -> str:
+        guards = Guards()
+        changes = {key: value for name in names for key, value in SIGNS[name].items()}
+        watch([row(step, **changes) for step in range(1, 9)], guards)
+        findings: list[Finding] = guards.holding()
+        stream = io.StringIO()
+        extras = {"reward_errors": 3}
+        summary(tmp_path, **figures, extras=extras, any_signal=any_signal, findings=findings, stream=stream)
+        return stream.getvalue()
+
+    assert "warning" not in closing(True)
+    assert "warning: the entropy is nearly gone" in closing(True, "entropy")
+    assert "failed rewards     3" in closing(True)
+    # Of a run without any signal this is said once, and not if its cause is known.
+    without = closing(False, "no_signal")
+    assert without.count("warning") == 1 and "in every group" in without
+    cut = closing(False, "no_signal", "truncated")
+    assert cut.count("warning") == 1 and "inference_model.max_new_tokens" in cut and "easier" not in cut
