@@ -463,6 +463,7 @@ OF_A_NEW_RUN = {
     "train_model.lora.rank",
     "train_model.quantization",
     "inference_model.max_new_tokens",
+    "reward.functions",
 }
 
 

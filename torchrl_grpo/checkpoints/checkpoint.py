@@ -48,9 +48,10 @@ def save(
     write_model: Callable[[Path], None],
     state: dict[str, Any],
     keep: int,
+    best_step: int | None = None,
     write_merged: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest.
+    """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest and the best.
 
     A kill or an error at any moment leaves the older checkpoints intact. After an error no partial checkpoint
     remains.
@@ -62,6 +63,7 @@ def save(
         write_model: function that writes model and tokenizer into the folder it is given.
         state: state of the trainer, made of tensors and plain values.
         keep: number of checkpoints to keep.
+        best_step: step of a checkpoint that is kept beside them; None if there is none.
         write_merged: function that writes the merged model; None if none is wanted.
 
     Returns:
@@ -89,7 +91,8 @@ def save(
     # Count only up to this step: a later checkpoint, which a user may have copied here, must not displace the
     # one just written.
     for old in [folder for folder in _step_dirs(root) if int(folder.name) <= step][:-keep]:
-        _remove(_rename_for_removal(old))
+        if int(old.name) != best_step:
+            _remove(_rename_for_removal(old))
     return target
 
 
@@ -100,6 +103,7 @@ def try_out(
     *,
     due: int = 1,
     keep: int = 1,
+    keep_best: bool = False,
 ) -> None:
     """Try whether checkpoints can be written, before the run trains. Nothing of them remains.
 
@@ -109,6 +113,7 @@ def try_out(
         least_bytes: size that a checkpoint has at least.
         due: number of checkpoints that the run will write.
         keep: number of checkpoints to keep. The oldest is removed after the next is written.
+        keep_best: whether the best is kept beside them.
 
     Raises:
         CheckpointError: the disk has no room for those that the folder will hold at a time.
@@ -125,11 +130,12 @@ def try_out(
         shutil.rmtree(trial, ignore_errors=True)
         if is_new and root.is_dir():
             root.rmdir()
-    count = min(due, max(1, keep + 1 - len(_step_dirs(root))))
+    count = min(due, max(1, keep + keep_best + 1 - len(_step_dirs(root))))
     least, free = count * least_bytes, shutil.disk_usage(run_dir).free
     if free >= least:
         return
-    several = f"{count} checkpoints at a time (checkpoint.keep={keep}, and one that is being written) take"
+    kept = f"checkpoint.keep={keep}{', that of train.keep_best' if keep_best else ''}"
+    several = f"{count} checkpoints at a time ({kept}, and one that is being written) take"
     what = several if count > 1 else "a checkpoint of this run takes"
     fewer = "checkpoint.keep=1 or " if count > 2 and free >= 2 * least_bytes else ""
     raise CheckpointError(

@@ -324,12 +324,12 @@ class _CommandLine:
             sys.stdout.write(f"job {number}\n")
         if (folder := self._to_resume(cfg, job)) is not None:
             from torchrl_grpo.checkpoints import checkpoint
-            from torchrl_grpo.observe import report
+            from torchrl_grpo.training.early_end import summary_of_ended_run
 
             last_checkpoint = checkpoint.find(folder, str(cfg.resume), verify_checksums=False)
             resolved = preflight.resolve_proximal(cfg, self.command.asynchronous)
             checkpoint.check_same_run(last_checkpoint, resolved)
-            ended = report.of_ended_run(folder, int(last_checkpoint.name)) is not None
+            ended = summary_of_ended_run(cfg.train, folder, int(last_checkpoint.name)) is not None
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {last_checkpoint.name}{nothing}\n")
         preflight.report(cfg, self.command.asynchronous)

@@ -14,6 +14,10 @@ FREE_KEYS = (
     "checkpoint",
     "train.checkpoint_frequency",
     "train.max_skipped_steps",
+    # These keys say which checkpoints are kept and when the run ends. They change no step.
+    "train.keep_best",
+    "train.stop_at",
+    "train.patience",
     # These keys change memory and rounding only. A run that is out of memory is advised to change them.
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",

@@ -208,6 +208,20 @@ class TrainConfig:
         5,
         "Largest number of consecutive steps that are skipped because a loss or gradient is not finite.",
     )
+    keep_best: bool = key(
+        False,
+        "Also keep the checkpoint with the best held-out value, beside the checkpoint.keep newest. One is "
+        "written at each evaluation that finds a better value than all before it.",
+    )
+    stop_at: float | None = key(
+        None,
+        "Held-out value with which the run ends, such as 0.9; null trains to the last step.",
+    )
+    patience: PositiveInt | None = key(
+        None,
+        "Number of evaluations in a row without a better held-out value than before, after which the run "
+        "ends; null trains to the last step.",
+    )
     num_threads: PositiveInt | None = key(
         None,
         "CPU threads of the trainer; null means every core that no engine uses at the same time.",

@@ -57,6 +57,7 @@ def summary(
     peak_memory_gib: float,
     extras: Mapping[str, Any] | None = None,
     any_signal: bool = True,
+    kept_best: bool = False,
     findings: Sequence[Finding] = (),
     stream: TextIO | None = None,
 ) -> Path:
@@ -75,6 +76,7 @@ def summary(
         extras: additional entries of the file.
         any_signal: whether any group had responses with different rewards. If false, the message advises what
             to change, unless a finding has the cause.
+        kept_best: whether the message names the checkpoint of the best held-out value.
         findings: what the guards found and what still holds; the message repeats it.
         stream: stream to print to; None is stdout.
 
@@ -100,7 +102,8 @@ def summary(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SUMMARY
     replace(path, json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
-    text = "\n".join([closing_words(folder, entries), *_warnings(findings, any_signal or steps == 0)])
+    warnings = _warnings(findings, any_signal or steps == 0)
+    text = "\n".join([closing_words(folder, entries, kept_best), *warnings])
     print(text, file=sys.stdout if stream is None else stream, flush=True)
     return path
 
@@ -125,12 +128,15 @@ def of_ended_run(run_dir: Path, step: int) -> dict[str, Any] | None:
     return entries if isinstance(entries, dict) and entries.get("steps") == step else None
 
 
-def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -> str:
+def closing_words(
+    run_dir: str | os.PathLike[str], entries: Mapping[str, Any], kept_best: bool = False
+) -> str:
     """Return the message at the end of a run: its results and its files.
 
     Args:
         run_dir: folder of the run. The message names only files that exist in it.
         entries: entries of ``summary.json``.
+        kept_best: whether to name the checkpoint of the best held-out value.
 
     Returns:
         Several lines without a final newline.
@@ -152,8 +158,13 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
         lines.append(f"  held-out {kinds[kind]:<8}  {text}")
     if after is not None and "grader" in entries:
         lines.append(f"  graded by          {entries['grader']}")
+    if kept_best and entries["best_value"] is not None:
+        step = entries["best_step"]
+        where = f"at step {step}, kept in checkpoints/{step}" if step else "before training"
+        lines.append(f"  best held-out      {entries['best_value']:.3f}   {where}")
     minutes, seconds = divmod(round(entries["seconds"]), 60)
-    lines.append(f"  optimizer steps    {entries['steps']}   in {minutes} min {seconds:02d} s")
+    early = f"; {entries['ended_by']} ended the run" if entries.get("ended_by") else ""
+    lines.append(f"  optimizer steps    {entries['steps']}   in {minutes} min {seconds:02d} s{early}")
     lines.append(f"  peak memory        {entries['peak_memory_gib']:.2f} GiB")
     if entries.get("reward_errors"):
         lines.append(f"  failed rewards     {entries['reward_errors']}   calls; the log has each")

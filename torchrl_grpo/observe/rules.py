@@ -271,7 +271,7 @@ RULES = (
         unit="evaluation",
         seen="the held-out value fell below its best, beyond both 95 % intervals, while rewards rose",
         advice="the rewards pay for something else than the task: read rollouts.jsonl, then change "
-        "reward.weights; policy.kl_coef holds the policy back",
+        "reward.weights; policy.kl_coef holds the policy back, and train.keep_best keeps the best checkpoint",
         source="95 % intervals that do not meet",
     ),
     Rule(
@@ -282,7 +282,8 @@ RULES = (
         window=1,
         unit="evaluation",
         seen="the held-out value fell below its best, beyond both 95 % intervals",
-        advice="lower optimizer.lr, or train for a shorter time (train.total_dialog_turns)",
+        advice="lower optimizer.lr, or end earlier with train.patience; train.keep_best keeps the best "
+        "checkpoint",
         source="95 % intervals that do not meet",
         explained_by=("collapse",),
     ),

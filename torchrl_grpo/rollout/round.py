@@ -217,8 +217,8 @@ def check_rewards(round_: Round, weights: Mapping[str, float]) -> None:
     raise TrainingStopped(
         f"every reward failed on all {len(round_.errors)} responses of the first round: "
         + ", and ".join(f"{name} with {error}" for name, error in errors_by_name.items())
-        + "; correct it (reward.functions names functions of your own). A reward should return a number, "
-        "such as 0, for a response that it cannot judge"
+        + "; correct it (reward.functions names functions of your own) and start a new run. A reward should "
+        "return a number, such as 0, for a response that it cannot judge"
     )
 
 

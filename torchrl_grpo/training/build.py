@@ -168,7 +168,7 @@ def _build(
         ranks.broadcast_object((spec, plan, screen.log_file()))
         learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=messages)
     if not job.is_evaluation:
-        due = schedule.checkpoints_after(start_step)
+        due = schedule.checkpoints_after(start_step, cfg.train.keep_best)
         try_out_checkpoint(job.cfg, job.run_dir, learner.model, tokenizer, due)
     engine_source = EngineSource(
         weights=initial_weights,

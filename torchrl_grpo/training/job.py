@@ -33,6 +33,7 @@ from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files import compile_cache
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested
 from torchrl_grpo.runtime.optional_packages import quiet_unused
+from torchrl_grpo.training.early_end import summary_of_ended_run
 
 if TYPE_CHECKING:
     from torchrl_grpo.training.session import Session
@@ -212,7 +213,8 @@ def _train(
     if plan.num_gpus > 0:
         # Accelerate takes the GPU of the rank's number, which is not always the plan's.
         torch.cuda.set_device(plan.train_device)
-    if resume_from is not None and (summary := report.of_ended_run(run_dir, int(resume_from.name))):
+    step = None if resume_from is None else int(resume_from.name)
+    if step is not None and (summary := summary_of_ended_run(cfg.train, run_dir, step)):
         # The run has already ended with this checkpoint. Its summary.json describes the whole run, and going
         # on from here would only overwrite it.
         ranks.release()
@@ -263,6 +265,7 @@ def _train(
         peak_memory_gib=peak_memory_gib,
         extras=extras,
         any_signal=counters.any_signal,
+        kept_best=cfg.train.keep_best,
         findings=session.outputs.guards.holding(),
         stream=screen.out(),
     )

@@ -32,6 +32,8 @@ from torchrl_grpo.training.throughput import unattributed_seconds
 def train(run: Session, check_interrupts: Callable[[], None]) -> None:
     """Train for the length set by ``train.total_dialog_turns`` or ``train.num_epochs``.
 
+    The held-out value may end the run earlier (``train.stop_at``, ``train.patience``).
+
     Args:
         run: session that has begun.
         check_interrupts: function called before each step; raises KeyboardInterrupt if a library
@@ -41,7 +43,7 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
         StopRequested: the process was asked to stop. What was trained is saved.
     """
     counters, schedule = run.counters, run.schedule
-    while not schedule.is_finished(counters.step):
+    while not run.is_finished():
         check_interrupts()
         if stop_requested():
             # If a resumed run would sample the next round with other weights than this run, take further
@@ -91,7 +93,7 @@ def step(run: Session) -> dict[str, float]:
     if device.type == "cuda":
         metrics["memory/peak_cuda_gib"] = peak_cuda_gib()
     run.log(metrics)
-    if schedule.is_checkpoint_due(counters.step):
+    if schedule.is_checkpoint_due(counters.step) or run.is_finished() or run.is_best():
         run.save()
     return metrics
 

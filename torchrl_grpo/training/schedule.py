@@ -72,12 +72,13 @@ class RunSchedule:
         """Whether a checkpoint is due: every ``checkpoint_every`` steps and at the end."""
         return self._at_interval_or_end(self.checkpoint_every, step)
 
-    def checkpoints_after(self, step: int) -> int:
-        """Return how many checkpoints are due after ``step`` steps."""
+    def checkpoints_after(self, step: int, keep_best: bool = False) -> int:
+        """Return how many checkpoints are due after ``step`` steps, at most if the best are written too."""
         every = self.checkpoint_every or self.total_steps
         regular = self.total_steps // every - step // every
         at_end = self.total_steps % every > 0 and step < self.total_steps
-        return max(0, regular) + at_end
+        best = self.total_steps // self.evaluate_every - step // self.evaluate_every if keep_best else 0
+        return max(0, regular) + at_end + max(0, best)
 
     def is_publication_due(self, step: int, steps_left_in_round: int) -> bool:
         """Whether the engine must get the weights of this step.

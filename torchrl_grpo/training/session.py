@@ -20,12 +20,14 @@ from torchrl_grpo.checkpoints.run_dir import launch_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.guards import Guards
+from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import METRICS, EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.rollout.round import Round, rollout_rows
 from torchrl_grpo.runtime.malloc import release_freed_memory
+from torchrl_grpo.training import early_end
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.rounding_check import rounding_warning
 from torchrl_grpo.training.schedule import RunSchedule
@@ -144,7 +146,8 @@ def try_out_checkpoint(
     least += 8 * sum(p.numel() for p in named.values() if p.requires_grad)
     if merged:
         least += 4 * sum(p.numel() for name, p in named.items() if not lora.is_adapter(name))
-    checkpoint.try_out(run_dir, writers, least, due=due, keep=cfg.checkpoint.keep)
+    keep, best = cfg.checkpoint.keep, cfg.train.keep_best
+    checkpoint.try_out(run_dir, writers, least, due=due, keep=keep, keep_best=best)
 
 
 class Session:
@@ -292,7 +295,23 @@ class Session:
         self.counters.any_number |= "eval/accuracy" not in metrics
         if self.counters.any_number:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("eval/accuracy")}
+        if (present := held_out(metrics)) is not None:
+            self.counters.take_held_out(present.value)
         return {**metrics, "time/eval_s": time.perf_counter() - started}
+
+    def ended_by(self) -> str | None:
+        """Return the setting by which the held-out value ends the run now; None if none does."""
+        counters = self.counters
+        return early_end.ended_by(self.cfg.train, counters.best_value, counters.evaluations_since_best)
+
+    def is_finished(self) -> bool:
+        """Whether the run takes no further step."""
+        return self.schedule.is_finished(self.counters.step) or self.ended_by() is not None
+
+    def is_best(self) -> bool:
+        """Whether the current step gets a checkpoint because its held-out value is the best."""
+        best, step = self.counters.best_value, self.counters.best_step
+        return self.cfg.train.keep_best and best is not None and step == self.counters.step
 
     def evaluate_only(self) -> dict[str, float]:
         """Give the engine the model's weights, and measure their held-out accuracy."""
@@ -330,6 +349,7 @@ class Session:
             write_model=write_model,
             state=self.state.state_dict(),
             keep=self.cfg.checkpoint.keep,
+            best_step=self.counters.best_step if self.cfg.train.keep_best else None,
             write_merged=write_merged if self.cfg.checkpoint.export_merged else None,
         )
         self.saved_step = self.counters.step
@@ -362,6 +382,9 @@ class Session:
             "response_tokens": self.counters.response_tokens,
             "reward_errors": self.counters.reward_errors,
             "skipped_steps": self.parts.learner.optimizer_step.skipped,
+            "best_value": self.counters.best_value,
+            "best_step": None if self.counters.best_value is None else self.counters.best_step,
+            "ended_by": self.ended_by(),
             "peak_cuda_memory_gib": self.state.peak_cuda_gib(),
             **self.parts.collector.summary_entries(),
         }

@@ -42,6 +42,9 @@ class Counters:
         any_signal: whether the rewards of any group differed.
         peak_memory_gib: largest resident memory of the run's earlier processes, before it was resumed.
         peak_cuda_gib: largest GPU memory of the run's earlier processes.
+        best_value: best held-out value; None before the first evaluation.
+        best_step: step of the first evaluation with this value.
+        evaluations_since_best: number of evaluations after it.
     """
 
     step: int = 0
@@ -56,6 +59,16 @@ class Counters:
     any_signal: bool = False
     peak_memory_gib: float = 0.0
     peak_cuda_gib: float = 0.0
+    best_value: float | None = None
+    best_step: int = 0
+    evaluations_since_best: int = 0
+
+    def take_held_out(self, value: float) -> None:
+        """Count an evaluation of the current step."""
+        if self.best_value is None or value > self.best_value:
+            self.best_value, self.best_step, self.evaluations_since_best = value, self.step, 0
+        else:
+            self.evaluations_since_best += 1
 
     @property
     def share_before(self) -> float | None:

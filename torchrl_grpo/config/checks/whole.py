@@ -57,6 +57,7 @@ def validate(cfg: Config) -> None:
             raise ConfigError(f"env.mixture, part {part.name}: {error}") from error
     _check_length(cfg)
     _check_batches(cfg)
+    _check_evaluated(cfg)
     check_policy(cfg)
     check_lora(cfg)
     _check_train_model(cfg)
@@ -187,6 +188,19 @@ def _check_length(cfg: Config) -> None:
         wrong = f"it must be a multiple of one collection round, {_round(cfg)}"
         fix = f"train.total_dialog_turns={max(1, round(turns / round_size)) * round_size}"
         raise bad_value("train.total_dialog_turns", turns, wrong, fix)
+
+
+def _check_evaluated(cfg: Config) -> None:
+    """Check that what reads the held-out value has evaluations to read it from."""
+    for name in ("keep_best", "stop_at", "patience"):
+        value = attrgetter(name)(cfg.train)
+        if value is None or value is False:
+            continue
+        for key, wrong in (("num_problems", "no problem is held out"), ("frequency", "no step is evaluated")):
+            if attrgetter(key)(cfg.eval) == 0:
+                good = f"eval.{key}={keys().defaults[f'eval.{key}']}"
+                wrong = f"{wrong} with eval.{key}=0"
+                raise bad_value(f"train.{name}", value, wrong, f"{good} train.{name}={show(value)}")
 
 
 def _round(cfg: Config) -> str:

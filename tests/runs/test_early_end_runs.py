@@ -1,0 +1,123 @@
+"""The held-out value chooses the checkpoint that is kept, and ends a run; a resumed run does the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import validate
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.training.evaluator import Evaluator
+from torchrl_grpo.training.session import Session
+
+# Held-out values of steps 0, 2, 4 and so on.
+VALUES = (0.1, 0.3, 0.5, 0.4, 0.5, 0.45, 0.9, 0.2)
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def held_out_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let evaluations measure ``VALUES``, whatever the model answers."""
+    evaluate, measure = Session.evaluate, Evaluator.__call__
+    step = 0
+
+    def evaluating(self: Session) -> dict[str, float]:
+        nonlocal step
+        step = self.counters.step
+        return evaluate(self)
+
+    def measuring(self: Evaluator, *arguments: Any) -> dict[str, float]:
+        value = VALUES[step // 2]
+        near = {"eval/accuracy": value, "eval/accuracy_low": value - 0.5, "eval/accuracy_high": value + 0.5}
+        return measure(self, *arguments) | near
+
+    monkeypatch.setattr(Session, "evaluate", evaluating)
+    monkeypatch.setattr(Evaluator, "__call__", measuring)
+
+
+def kept(run_dir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
+
+
+def summary_of(run_dir: Path, names: Sequence[str] = ("steps", "best_step", "ended_by")) -> list[Any]:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return [summary[name] for name in names]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(
+    train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train__total_dialog_turns": 160, "train__checkpoint_frequency": 3, "checkpoint__keep": 1}
+    plain = train("plain", **settings)
+    assert kept(tmp_path / "plain") == [10] and summary_of(tmp_path / "plain") == [10, 4, None]
+    assert "best held-out" not in capsys.readouterr().out
+    # Writing more checkpoints changes no number.
+    assert train("best", train__keep_best=True) == plain
+    assert kept(tmp_path / "best") == [4, 10]
+    assert "best held-out      0.500   at step 4, kept in checkpoints/4" in capsys.readouterr().out
+
+
+def test_a_killed_run_that_is_resumed_keeps_and_ends_like_the_uninterrupted_one(
+    train: Runner, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, object] = {
+        "train__total_dialog_turns": STEPS * 16,
+        "train__checkpoint_frequency": 3,
+        "checkpoint__keep": 1,
+        "train__keep_best": True,
+        "train__patience": 3,
+    }
+    whole = train("whole", **settings)
+    # The value of step 8 equals that of step 4, and is not better.
+    assert whole[-1]["step"] == 10 and kept(tmp_path / "whole") == [4, 10]
+    assert summary_of(tmp_path / "whole") == [10, 4, "train.patience=3"]
+    log = Session.log
+    for last in (3, 5, 8, 10):
+
+        def dying(self: Session, metrics: dict[str, float], last: int = last) -> None:
+            log(self, metrics)
+            if self.counters.step == last:
+                raise KeyboardInterrupt
+
+        folder = tmp_path / f"killed {last}"
+        monkeypatch.setattr(Session, "log", dying)
+        with pytest.raises(KeyboardInterrupt):
+            train(folder.name, resume=None)
+        monkeypatch.setattr(Session, "log", log)
+        assert train(folder.name, resume="auto") == whole
+        assert kept(folder) == [4, 10] and summary_of(folder) == summary_of(tmp_path / "whole")
+
+
+def test_a_run_ends_with_a_value_that_is_good_enough_and_goes_on_for_a_better_one(
+    train: Runner, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = train("longest", train__total_dialog_turns=STEPS * 16)
+    assert train("run", train__stop_at=0.5) == longest[:5]
+    assert "4   in 0 min" in (end := capsys.readouterr().out) and "; train.stop_at=0.5 ended the run" in end
+    assert summary_of(tmp_path / "run") == [4, 4, "train.stop_at=0.5"]
+    folder = tmp_path / "run"
+    before = (folder / "summary.json").read_bytes()
+    assert train("run", resume="auto") == longest[:5]
+    assert (folder / "summary.json").read_bytes() == before, "it has ended"
+    # Where it ends may change, as it changes no step.
+    resumed = train("run", resume="auto", train__stop_at=0.9)
+    assert resumed[:-1] == longest[:-1] and resumed[-1]["step"] == 12
+    assert summary_of(tmp_path / "run") == [12, 12, "train.stop_at=0.9"]
+
+
+@pytest.mark.parametrize("key", ["num_problems", "frequency"])
+@pytest.mark.parametrize(("name", "value"), [("keep_best", True), ("stop_at", 0.5), ("patience", 2)])
+def test_without_evaluations_there_is_nothing_to_choose_by(
+    config: Config, key: str, name: str, value: object
+) -> None:
+    setattr(config.train, name, value)
+    validate(config)
+    setattr(config.eval, key, 0)
+    with pytest.raises(ConfigError, match=rf"train\.{name}=.*eval\.{key}=0.*write eval\.{key}="):
+        validate(config)
