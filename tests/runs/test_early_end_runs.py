@@ -13,7 +13,7 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.training.evaluator import Evaluator
+from torchrl_grpo.training.evaluator import Evaluation, Evaluator
 from torchrl_grpo.training.session import Session
 
 # Held-out values of steps 0, 2, 4 and so on.
@@ -32,10 +32,12 @@ def held_out_values(monkeypatch: pytest.MonkeyPatch) -> None:
         step = self.counters.step
         return evaluate(self)
 
-    def measuring(self: Evaluator, *arguments: Any) -> dict[str, float]:
+    def measuring(self: Evaluator, *arguments: Any) -> Evaluation:
         value = VALUES[step // 2]
         near = {"eval/accuracy": value, "eval/accuracy_low": value - 0.5, "eval/accuracy_high": value + 0.5}
-        return measure(self, *arguments) | near
+        evaluation = measure(self, *arguments)
+        evaluation.metrics.update(near)
+        return evaluation
 
     monkeypatch.setattr(Session, "evaluate", evaluating)
     monkeypatch.setattr(Evaluator, "__call__", measuring)

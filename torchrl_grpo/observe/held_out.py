@@ -26,10 +26,11 @@ class HeldOut(NamedTuple):
 def held_out(metrics: Mapping[str, Any]) -> HeldOut | None:
     """Return the held-out value among a step's metrics; None if the step has no evaluation."""
     for name in ("eval/primary", "eval/accuracy"):
-        if name in metrics:
-            return HeldOut(metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"])
-    if "eval/loss" not in metrics:
+        if (value := metrics.get(name)) is not None:
+            # One problem has no interval, and neither has a loss.
+            low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+            return HeldOut(value, value if low is None else low, value if high is None else high)
+    if (loss := metrics.get("eval/loss")) is None:
         return None
-    # Smaller losses are better, and they have no interval.
-    value = -metrics["eval/loss"]
-    return HeldOut(value, value, value)
+    # A smaller loss is better.
+    return HeldOut(-loss, -loss, -loss)
