@@ -215,7 +215,8 @@ class TrainConfig:
     )
     stop_at: float | None = key(
         None,
-        "Held-out value with which the run ends, such as 0.9; null trains to the last step.",
+        "Held-out value with which the run ends, such as 0.9, or the negative of a held-out loss; null "
+        "trains to the last step.",
     )
     patience: PositiveInt | None = key(
         None,

@@ -161,7 +161,8 @@ def closing_words(
     if kept_best and entries["best_value"] is not None:
         step = entries["best_step"]
         where = f"at step {step}, kept in checkpoints/{step}" if step else "before training"
-        lines.append(f"  best held-out      {entries['best_value']:.3f}   {where}")
+        best = -entries["best_value"] if kind == "loss" else entries["best_value"]
+        lines.append(f"  best held-out      {best:.3f}   {where}")
     minutes, seconds = divmod(round(entries["seconds"]), 60)
     early = f"; {entries['ended_by']} ended the run" if entries.get("ended_by") else ""
     lines.append(f"  optimizer steps    {entries['steps']}   in {minutes} min {seconds:02d} s{early}")
