@@ -29,7 +29,7 @@ def test_what_was_opened_is_closed_when_a_later_part_fails(
         close = kind.close  # type: ignore[attr-defined]
 
         def noted(self: Any) -> None:
-            closed.append(kind.__name__)
+            closed.append(type(self).__name__)
             close(self)
 
         monkeypatch.setattr(kind, "close", noted)
@@ -42,7 +42,7 @@ def test_what_was_opened_is_closed_when_a_later_part_fails(
     monkeypatch.setattr(loggers, "build", fail)
     with pytest.raises(ArithmeticError, match="no logger"):
         run(config, tmp_path / "run")
-    assert closed == ["RolloutWriter", "MetricsWriter", "TransformersEngine"]
+    assert closed == ["EvaluationWriter", "RolloutWriter", "MetricsWriter", "TransformersEngine"]
 
 
 def test_messages_wait_for_the_progress_bar_in_their_order() -> None:
