@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.public import public_overrides
 from torchrl_grpo.errors import CheckpointError, ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
@@ -187,6 +188,17 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
         wrong = f"a resumed run goes on in its own folder, and resume={resume} is of {folder}"
         raise bad_value("hydra.run.dir", chosen, wrong, "resume alone")
     return folder
+
+
+def public_command(run_dir: Path) -> str:
+    """Return the command that started a run without what may be secret; empty without a record."""
+    record = run_dir / ".hydra"
+    try:
+        job = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]["job"]
+        words = public_overrides(yaml.safe_load(read_regular(record / "overrides.yaml")))
+        return shlex.join([Path(job["name"]).name, f"--config-name={Path(job['config_name']).name}", *words])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
 
 
 def launch_command(run_dir: Path, *more: str) -> str:

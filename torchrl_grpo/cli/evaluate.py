@@ -22,6 +22,7 @@ from torchrl_grpo.cli.main import compose_job, resolve_job
 from torchrl_grpo.cli.model_argument import ModelArgument
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.config.public import public_config
 from torchrl_grpo.models import kind, shape
 from torchrl_grpo.observe import evaluation_files
 from torchrl_grpo.observe.evaluation_files import Measured
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             folder = new_folder(args.output or Path(time.strftime("evaluations/%Y-%m-%d/%H-%M-%S")))
             with screen.log_to_file(folder / "eval.log"):
                 measured = [_measure(each, model) for each, model in zip(configs, models, strict=True)]
-        evaluation_files.write(folder, cfg.env.dataset, dataclasses.asdict(cfg), measured)
+        evaluation_files.write(folder, cfg.env.dataset, public_config(cfg), measured)
         sys.stdout.write(f"{_table(measured)}\nWritten to {folder.resolve()}\n")
 
 

@@ -33,7 +33,7 @@ class Training:
     """What a card says of a run.
 
     Attributes:
-        command: command line that started the run; empty if it is unknown.
+        command: command line that started the run, without what may be secret; empty if it is unknown.
         step: optimizer steps taken.
         metrics: metrics of the last evaluation, ``eval/*``; empty without one.
         evaluated_at: optimizer steps before that evaluation.
@@ -117,8 +117,8 @@ def _body(cfg: Config, base: Base, training: Training, has_adapters: bool) -> st
     how = "supervised fine-tuning" if cfg.train.method == "sft" else "GRPO"
     what = "LoRA adapters for" if has_adapters else "A descendant of"
     parts = [
-        f"# {_short(base)}, trained on {_data(cfg)}",
-        f"{what} {_code(base.hub_name or base.name)}, trained with {how} by torchrl-grpo for "
+        f"# {_short(base).rpartition('/')[2]}, trained on {_data(cfg)}",
+        f"{what} {_code(_short(base))}, trained with {how} by torchrl-grpo for "
         f"{training.step} optimizer steps.",
         _result(training),
         "## Training",
@@ -132,15 +132,16 @@ def _body(cfg: Config, base: Base, training: Training, has_adapters: bool) -> st
 
 
 def _short(base: Base) -> str:
-    return (base.hub_name or base.name).rstrip("/").rpartition("/")[2]
+    """Return the name on the hub, or else the last part of a path, which tells nothing of the machine."""
+    return base.hub_name or Path(base.name).name
 
 
 def _data(cfg: Config) -> str:
     env = cfg.env
     if env.mixture:
         return "a mixture of data sets"
-    source = env.data_path or env.hub_name
-    name = f"{env.dataset} ({env.task})" if env.dataset == "reasoning_gym" else env.dataset
+    source = Path(env.data_path).name if env.data_path else env.hub_name
+    name = f"{env.dataset} ({env.task})" if env.dataset == "reasoning_gym" else Path(env.dataset).name
     return name if source is None else f"{name} ({source})"
 
 
@@ -165,7 +166,7 @@ def _result(training: Training) -> str:
 def _training(cfg: Config, base: Base, training: Training) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
-        f"- base model: {_code(base.name)}",
+        f"- base model: {_code(_short(base))}",
         f"- data: {_code(_data(cfg))}",
         f"- optimizer steps: {training.step}",
         f"- seed: {cfg.seed}",
@@ -179,7 +180,7 @@ def _training(cfg: Config, base: Base, training: Training) -> str:
 def _use(has_adapters: bool, base: Base) -> str:
     if has_adapters:
         loading = "from peft import AutoPeftModelForCausalLM as Model"
-        serving = f"vllm serve {base.hub_name or base.name} --enable-lora --lora-modules trained=FOLDER"
+        serving = f"vllm serve {_short(base)} --enable-lora --lora-modules trained=FOLDER"
     else:
         loading = "from transformers import AutoModelForCausalLM as Model"
         serving = "vllm serve FOLDER"
@@ -195,8 +196,8 @@ def _use(has_adapters: bool, base: Base) -> str:
 
 def _license(base: Base) -> str:
     if not base.license:
-        return f"The license of the base model {_code(base.name)} applies; its card was not at hand."
-    name = base.license.get("license_name") or base.license.get("license")
+        return f"The license of the base model {_code(_short(base))} applies; its card was not at hand."
+    name = next(base.license[field] for field in ("license_name", *_LICENSE) if field in base.license)
     return f"That of the base model, by its own card: {name}."
 
 

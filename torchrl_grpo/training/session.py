@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.checkpoints.run_dir import launch_command
+from torchrl_grpo.checkpoints.run_dir import public_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.guards import Guards
@@ -357,12 +357,15 @@ class Session:
 
     def _write_card(self, folder: Path) -> None:
         run_dir = self.outputs.run_dir
-        # Somebody may have deleted the file, and the model is saved all the same.
-        lines = read_jsonl(run_dir / METRICS) if (run_dir / METRICS).is_file() else []
+        try:
+            lines = read_jsonl(run_dir / METRICS)
+        except (OSError, ValueError):
+            # Somebody may have deleted or changed the file, and the model is saved all the same.
+            lines = []
         rows = [row for row in lines if "eval/num_problems" in row]
         last = rows[-1] if rows else {"step": 0}
         training = model_card.Training(
-            command=launch_command(run_dir),
+            command=public_command(run_dir),
             step=self.counters.step,
             metrics={name: value for name, value in last.items() if name.startswith("eval/")},
             evaluated_at=last["step"],

@@ -1,0 +1,63 @@
+"""What of a run's settings may be published: in the card of a model, and in the results of an evaluation.
+
+Arguments of the user's own code and of engines may be secrets, such as the key of a service. Addresses and
+absolute paths tell of the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torchrl_grpo.config.schema import Config, keys
+
+_PRIVATE = (
+    "hydra",
+    "hub",
+    "logging",
+    "ray",
+    "resume",
+    "env.environment_args",
+    "env.task_args",
+    "inference_model.engine_args",
+    "inference_model.servers",
+    "inference_model.server_python",
+    "inference_model.weight_folder",
+    "reward.args",
+)
+_PATH = re.compile(r"(^|[\s=:'\"\[{,])[/~]")
+
+
+def public_overrides(words: Sequence[str]) -> list[str]:
+    """Return the overrides that may be published: of keys of the schema, and without paths of the machine."""
+    return [word for word in words if _is_public(word)]
+
+
+def _is_public(word: str) -> bool:
+    key, _, value = word.lstrip("+~").partition("=")
+    if _is_private(key) or _PATH.search(value):
+        return False
+    # A mapping for a whole section may have a private key. Groups, such as policy=dapo, are names.
+    return "{" not in value or keys().free_form_parent(key) is not None
+
+
+def _is_private(key: str) -> bool:
+    return any(key == private or key.startswith((f"{private}.", f"{private}/")) for private in _PRIVATE)
+
+
+def public_config(cfg: Config) -> dict[str, Any]:
+    """Return a configuration as a mapping, without the keys that may have secrets or paths of the machine."""
+    return _without_private(asdict(cfg), "")
+
+
+def _without_private(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+    entries = {}
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if _is_private(key) or (isinstance(value, str) and _PATH.search(value)):
+            continue
+        is_section = isinstance(value, dict) and key not in keys().free_form
+        entries[name] = _without_private(value, f"{key}.") if is_section else value
+    return entries
