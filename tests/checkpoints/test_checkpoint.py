@@ -404,6 +404,31 @@ def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
         checkpoint.check_same_run(folder, changed)
 
 
+def test_the_card_of_a_model_may_be_edited(run_dir: Path) -> None:
+    def write(path: Path) -> None:
+        write_model(path)
+        (path / "README.md").write_text("a")
+
+    folder = checkpoint.save(run_dir, 5, cfg=Config(), write_model=write, state={"step": 5}, keep=5)
+    (folder / "model/README.md").write_text("edited")
+    assert checkpoint.find_damage(folder) is None
+    (folder / "model/README.md").unlink()
+    assert checkpoint.find_damage(folder) is None
+
+
+def test_a_run_with_the_earlier_number_of_held_out_problems_is_the_same_run(run_dir: Path) -> None:
+    saved = save(run_dir, 5) / "config.yaml"
+    before = saved.read_text()
+    saved.write_text(before.replace("num_problems: null", "num_problems: 200"))
+    assert saved.read_text() != before
+    checkpoint.check_same_run(saved.parent, Config())
+    own_rows = Config()
+    own_rows.env.dataset = "jsonl"
+    saved.write_text(saved.read_text().replace("dataset: gsm8k", "dataset: jsonl"))
+    with pytest.raises(CheckpointError, match=r"was started with eval\.num_problems=200"):
+        checkpoint.check_same_run(saved.parent, own_rows)
+
+
 def test_a_run_from_before_a_key_was_renamed_is_the_same_run(run_dir: Path) -> None:
     saved = save(run_dir, 5) / "config.yaml"
     before = saved.read_text()

@@ -27,6 +27,8 @@ from typing import Any
 
 from torchrl_grpo.checkpoints.run_dir import MANIFEST, is_step, launch_command
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import dataset_kind
+from torchrl_grpo.config.derived import HELD_OUT
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
@@ -186,6 +188,7 @@ def _fill(
     entries = {
         str(path.relative_to(tmp_dir)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
         for path in files
+        if not _is_card(path)
     }
     for path in files:
         _flush(path)
@@ -291,6 +294,8 @@ def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:
             return f"its {MANIFEST} does not list {part}"
     for name, size, crc32 in entries:
         path = folder / name
+        if _is_card(path):
+            continue
         try:
             if not path.is_file():
                 return f"{name} is missing"
@@ -301,6 +306,11 @@ def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
+
+
+def _is_card(path: Path) -> bool:
+    # Users edit the card of a model before they publish it.
+    return path.name == "README.md"
 
 
 def check_same_run(folder: Path, cfg: Config) -> None:
@@ -316,7 +326,11 @@ def check_same_run(folder: Path, cfg: Config) -> None:
     from omegaconf import OmegaConf
 
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
+    has_own_rows = dataset_kind(cfg.env.dataset) == "jsonl"
     for key, before, now in _differences(_with_defaults(saved, asdict(Config())), asdict(cfg)):
+        if key == "eval.num_problems" and not has_own_rows and {before, now} == {None, HELD_OUT}:
+            # null stands for this number, which was the default of earlier runs.
+            continue
         if not is_changeable_on_resume(key, before):
             run_dir = folder.parent.parent
             command = f" (its command was {known})" if (known := launch_command(run_dir)) else ""

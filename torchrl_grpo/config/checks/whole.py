@@ -198,7 +198,7 @@ def _check_evaluated(cfg: Config) -> None:
             continue
         for key, wrong in (("num_problems", "no problem is held out"), ("frequency", "no step is evaluated")):
             if attrgetter(key)(cfg.eval) == 0:
-                good = f"eval.{key}={keys().defaults[f'eval.{key}']}"
+                good = f"eval.{key}={show(keys().defaults[f'eval.{key}'])}"
                 wrong = f"{wrong} with eval.{key}=0"
                 raise bad_value(f"train.{name}", value, wrong, f"{good} train.{name}={show(value)}")
 
