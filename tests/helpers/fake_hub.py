@@ -62,6 +62,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer({"error": "Invalid credentials"}, 401)
         elif self.path == "/api/whoami-v2":
             self.answer({"name": "me", "type": "user"})
+        elif "/tree/" in self.path:
+            files = self.server.files.items()
+            self.answer(
+                [{"type": "file", "path": path, "size": len(file), "oid": "0"} for path, file in files]
+            )
         else:
             self.answer({"id": "org/name", "sha": "0" * 40, "siblings": []})
 
@@ -94,6 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
                     hub.files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     hub.files[value["path"]] = hub.large[value["oid"]]
+                elif line["key"] == "deletedFile":
+                    del hub.files[value["path"]]
             self.answer({"commitUrl": f"{hub.endpoint}/org/name/commit/1", "commitOid": "1" * 40})
         elif self.path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})

@@ -54,6 +54,19 @@ def test_a_model_that_cannot_be_uploaded_is_kept_and_the_command_is_said(
     assert hub.files == {"config.json": b"{}"} and "merged" in capsys.readouterr().out
 
 
+def test_weights_of_an_earlier_model_do_not_stay_beside_those_of_this_one(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    cfg, checkpoint = Config(), tmp_path / "checkpoints/2"
+    cfg.hub.push = "org/name"
+    stale = {"model.safetensors": b"old", "adapter_config.json": b"{}", "logo.png": b"mine"}
+    hub.files |= stale
+    (checkpoint / "model").mkdir(parents=True)
+    (checkpoint / "model/model-00001-of-00001.safetensors").write_bytes(b"new")
+    hub_upload.upload(cfg, checkpoint)
+    assert hub.files == {"model-00001-of-00001.safetensors": b"new", "logo.png": b"mine"}
+
+
 def test_a_user_whom_the_hub_does_not_know_is_told_before_the_run(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.errors import first_line
 from torchrl_grpo.runtime import hub, screen
 
+_WEIGHTS = ["*.safetensors", "*.bin", "*.index.json", "adapter_config.json"]
+
 
 def check(cfg: Config) -> None:
     """Check before a run trains that the hub can be reached, and that it knows the user.
@@ -53,6 +55,8 @@ def upload(cfg: Config, checkpoint: Path) -> None:
             repo_id=cfg.hub.push,
             folder_path=folder,
             commit_message=f"Upload the model of step {checkpoint.name}",
+            # Weights of another model in the repository would be loaded in place of these, or on top of them.
+            delete_patterns=_WEIGHTS,
         )
     except Exception as error:  # noqa: BLE001  their types depend on the library's HTTP client
         private = ["--private"] if cfg.hub.private else []
