@@ -222,7 +222,7 @@ def test_parts_of_a_function_are_logged(scored: Callable[..., list[ResponseScore
         ("no_list", "TypeError: it returned float, not a list of 1 numbers"),
         ("not_finite", "ValueError: score is nan, not a finite number"),
         ("starts_another", "reward.functions.own=mine.py:starts_another did not answer within 2 s"),
-        ("some_numbers", "not 'NoneType'"),
+        ("some_numbers", "it returned None, not a number"),
     ],
 )
 def test_what_goes_wrong_in_a_function_counts_as_an_error(

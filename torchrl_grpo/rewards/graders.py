@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.gsm8k import grade_answer
-from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_all, excerpt, read_result
+from torchrl_grpo.rewards.reward_set import (
+    MixtureRewardSet,
+    RewardSet,
+    close_all,
+    error_text,
+    excerpt,
+    read_result,
+)
 from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 
 _log = logging.getLogger(__name__)
@@ -213,7 +220,7 @@ class CountingGrader:
         try:
             return Graded(self._inner.grade(completion, example, score), score, score.errors)
         except Exception as error:  # noqa: BLE001  a grader may be user code, as in RewardSet
-            message = f"{type(error).__name__}: {error}"
+            message = error_text(error)
             _log.warning(
                 "grading of %s failed, so it counts as wrong: %s; completion: %s",
                 example.id, message, excerpt(completion), extra={"fold": "grading"},

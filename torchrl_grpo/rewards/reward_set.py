@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.types import BatchReward, ResponseScore, Reward
+from torchrl_grpo.runtime.printable import printable
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class RewardSet:
                 value, named = read_result(outcome)
             except Exception as error:  # noqa: BLE001  of the reward, which may be user code; reported below
                 value, named = self._on_error, {}
-                errors[reward.name] = f"{type(error).__name__}: {error}"
+                errors[reward.name] = error_text(error)
                 self._report(reward.name, errors[reward.name], completion, example)
             total += weight * value
             size += abs(weight * value)
@@ -202,6 +203,11 @@ def close_all(parts: Sequence[object]) -> None:
     for part in parts:
         if hasattr(part, "close"):
             part.close()
+
+
+def error_text(error: Exception) -> str:
+    """Return type and message of an error, which may repeat what a model has written."""
+    return printable(f"{type(error).__name__}: {error}")[:2_000]
 
 
 def excerpt(completion: str) -> str:

@@ -139,7 +139,7 @@ class RayPool:
             with self._changing:
                 if self._actors[worker_index] is actor:
                     self._carrier.admit(actor, f"http://{host}", [gpu])
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001  Ray would swallow it, and nobody would hear of the worker
             return error
         return None
 
