@@ -448,6 +448,8 @@ SHIPPED: dict[str, Oracle] = {
         ("What is 3 + 4 mod 5?", "3 + 4", False),
         ("What is 5! + 3?", "5 + 3", False),
         ("Is 3 + 4 = 8?", "3 + 4", False),
+        ("Add 5 -3.", "Subtract 5 -3.", False),
+        ("What is the sum of (3) (4)?", "(3) * (4)", False),
         ("(" * 990, "-" * 990 + "1", False),
     ],
 )

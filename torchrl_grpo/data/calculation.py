@@ -18,9 +18,10 @@ _FILLER_WORDS = """
     a an and answer answers arithmetic calculate calculation can compute could determine do does equal equals
     evaluate exact expression final find following for from give given how i in is it its just let me much
     number only out please problem provide q question reply respond result s simplify single solution solve
-    state task tell the this to us value what which with work write you your add subtract multiply
-    divide sum product difference quotient of
+    state task tell the this to us value what which with work write you your of
 """
+# Words that say what to calculate, and that a pattern has to replace: "add 5 -3" is not "subtract 5 -3".
+_OPERATOR_WORDS = "add subtract multiply divide sum product difference quotient"
 _NUMERALS = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty
@@ -57,7 +58,7 @@ _IN_SIGNS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 ]
 # Words that the patterns replace. A question with any other word asks for more than a calculation.
 _SIGN_WORDS = "times multiplied by divided plus minus between x left right frac dfrac tfrac cdot div"
-_KNOWN = _FILLER.union(_SIGN_WORDS.split(), _NUMBER_WORDS)
+_KNOWN = _FILLER.union(_OPERATOR_WORDS.split(), _SIGN_WORDS.split(), _NUMBER_WORDS)
 _WORD = re.compile(r"[^\W\d_]+")
 _CALCULATION = re.compile(r"[-+*/^().\s]*\d[-+*/^().\d\s]*")
 _PUNCTUATION = " \t\n.?!:,;='\"()`_*-"
