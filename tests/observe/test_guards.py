@@ -86,7 +86,7 @@ def test_a_warning_begins_when_its_sign_has_lasted_and_comes_once(name: str) -> 
     # It is over, and comes again without another line.
     assert watch([row(20)], guards) == [] and guards.holding() == []
     assert watch([row(step, **SIGNS[name]) for step in range(21, 29)], guards) == []
-    assert "(since step 21, for the 2. time)" in str(guards.holding()[0])
+    assert "(since step 21, 2 times so far)" in str(guards.holding()[0])
 
 
 @pytest.mark.parametrize("name", BY_EVALUATION)

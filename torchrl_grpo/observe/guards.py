@@ -32,7 +32,7 @@ class Finding:
     times: int
 
     def __str__(self) -> str:
-        again = f", for the {self.times}. time" if self.times > 1 else ""
+        again = f", {self.times} times so far" if self.times > 1 else ""
         return f"warning: {self.seen} (since step {self.since}{again}): {self.rule.advice}"
 
 
