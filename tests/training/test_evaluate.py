@@ -157,6 +157,12 @@ def test_a_reward_of_the_user_is_measured_and_all_its_responses_are_kept(tiny_mo
     assert found.rows[2]["errors"] == {"length": "ValueError: no"} and found.rows[2]["rewards"]["length"] == 0
 
 
+def test_failures_to_grade_the_responses_of_pass_at_k_are_counted(tiny_model_dir: Path) -> None:
+    found, _ = judge(tiny_model_dir, [["yes", "bad"], ["no", "no"], ["a", "a"], ["bad", "a"]], pass_at_k=2)
+    # One greedy response, and one sample of each of two problems.
+    assert found.metrics["eval/errors"] == 3
+
+
 def test_a_reward_that_is_0_or_1_is_an_accuracy(tiny_model_dir: Path) -> None:
     metrics = judge(tiny_model_dir, [["a"], [""], [""], ["b"]])[0].metrics
     assert metrics["eval/accuracy"] == metrics["eval/primary"] == 0.5

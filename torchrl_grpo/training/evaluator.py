@@ -41,7 +41,9 @@ class Evaluator:
     Args:
         examples: held-out problems.
         tokenizer: tokenizer that renders the problems and decodes the responses.
-        grader: grader of the responses.
+        grader: grader of the responses. Its ``metrics`` are names, and ``primary`` is the one that counts,
+            which is ``MEAN_REWARD`` if it may be any number. ``weights(example)`` is how much an example
+            counts in the mean of each metric, and 0 where it does not.
         cfg: configuration of the run.
 
     Raises:
@@ -81,20 +83,20 @@ class Evaluator:
             ``eval/accuracy_high`` (95 % Wilson interval). If it is a reward that may give any number, it is
             ``eval/primary`` with an interval of its mean, and the accuracy is there if all values are 0 or 1.
             With rewards of the user, ``eval/reward`` is their sum and ``eval/reward/<name>`` each.
-            ``eval/num_problems``, ``eval/errors`` (number of responses whose grading raised an error),
-            ``eval/response_length`` (mean number of tokens), and ``eval/pass_at_<k>`` if ``eval.pass_at_k``
-            is greater than 1.
+            ``eval/num_problems``, ``eval/errors`` (number of responses whose grading raised an error, those
+            of pass@k too), ``eval/response_length`` (mean number of tokens), and ``eval/pass_at_<k>`` if
+            ``eval.pass_at_k`` is greater than 1.
         """
         errors = self.grader.error_count
         completions = self._answers(engine, self.samples)
-        grades = self._grade(completions)
+        grades = sampled = self._grade(completions)
+        if self.pass_at_k > (self.samples or 1):
+            sampled = self._grade(self._answers(engine, self.pass_at_k))
         metrics = {**self._of_grader(grades), **_of_rewards(grades)}
         metrics["eval/num_problems"] = len(self.examples)
         metrics["eval/errors"] = self.grader.error_count - errors
         metrics["eval/response_length"] = _mean_length(completions)
         if self.pass_at_k > 1:
-            enough = self.samples is not None and self.samples >= self.pass_at_k
-            sampled = grades if enough else self._grade(self._answers(engine, self.pass_at_k))
             metrics[f"eval/pass_at_{self.pass_at_k}"] = self._pass_at_k(sampled)
         return Evaluation(metrics, self._rows(completions, grades))
 
