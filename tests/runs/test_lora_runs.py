@@ -214,6 +214,20 @@ def test_keys_of_a_reference_that_is_not_loaded_are_refused(node: dict[str, obje
     parse(OmegaConf.create({**given, "ref_model": {"num_devices": 1}}))
     two = {"lora": {"rank": 4}, "num_devices": 2}
     parse(OmegaConf.create({**given, "train_model": two, "ref_model": {"num_devices": 2}}))
+    for devices in ([0], [0, 1]):
+        parse(OmegaConf.create({**given, "train_model": two, "ref_model": {"devices": devices}}))
+    with pytest.raises(ConfigError, match="runs where the trainer does"):
+        parse(OmegaConf.create({**given, "train_model": two, "ref_model": {"devices": [1]}}))
+
+
+def test_the_number_format_of_a_reference_that_is_not_loaded_is_that_of_the_base() -> None:
+    from omegaconf import OmegaConf
+
+    for quantization, held in (("none", "lora.base_dtype=auto"), ("nf4", "quantization=nf4")):
+        trained = {"lora": {"rank": 4}, "quantization": quantization}
+        given = {"train_model": trained, "policy": {"kl_coef": 0.1}, "ref_model": {"dtype": "float32"}}
+        with pytest.raises(ConfigError, match=f"that is held in train_model.{held};"):
+            parse(OmegaConf.create(given))
 
 
 def test_merging_is_asked_for_only_where_there_is_something_to_merge() -> None:

@@ -323,15 +323,20 @@ def _checked(resume: str, run_dir: Path) -> Path:
         complete = bool(complete_checkpoints(run_dir))
     if complete:
         return run_dir
-    if resume == "auto" or path.exists():
-        wrong = f"{run_dir if resume == 'auto' else 'it'} has no complete checkpoint to resume from"
+    newest = "resume=auto"
+    if resume == "auto":
+        wrong = f"{run_dir} has no complete checkpoint to resume from"
+        newest = "resume=auto without hydra.run.dir"
+    elif path.exists():
+        wrong = "it has no complete checkpoint to resume from"
     else:
         there = ", ".join(folder.name for folder in complete_checkpoints(run_dir))
         others = f"; complete checkpoints there: {there}" if there else ""
-        wrong = f"there is no such folder in {Path.cwd()}{others}"
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        wrong = f"there is no such folder{where}{others}"
     raise CheckpointError(
         f"resume={resume}: {wrong}; write the path of a run folder that holds checkpoints/<step>, "
-        "resume=auto for the run that wrote a checkpoint last, or resume=null for a new run"
+        f"{newest} for the run that wrote a checkpoint last, or resume=null for a new run"
     )
 
 

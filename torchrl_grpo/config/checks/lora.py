@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.config.derived import num_devices
 from torchrl_grpo.config.keys import bad_value
 
 if TYPE_CHECKING:
@@ -36,12 +37,15 @@ def check_lora(cfg: Config) -> None:
         key = "ref_model.refresh_frequency"
         raise bad_value(key, reference.refresh_frequency, f"{why} that is frozen", f"{key}=0")
     if reference.dtype != "auto":
-        wrong = f"{why} that is held in train_model.lora.base_dtype={lora.base_dtype}"
+        key = "lora.base_dtype" if trained.quantization == "none" else "quantization"
+        held = lora.base_dtype if trained.quantization == "none" else trained.quantization
+        wrong = f"{why} that is held in train_model.{key}={held}"
         raise bad_value("ref_model.dtype", reference.dtype, wrong, "ref_model.dtype=auto")
     wrong = f"{why} that runs where the trainer does"
-    if reference.devices is not None and reference.devices != (trained.devices or [0]):
+    ranks = num_devices(trained)
+    # Without a list, the planner puts rank 0 on GPU 0, and the others on the next ones.
+    own = [[0], [*range(ranks)]] if trained.devices is None else [trained.devices]
+    if reference.devices is not None and reference.devices not in own:
         raise bad_value("ref_model.devices", reference.devices, wrong, "ref_model.devices=null")
-    ranks = 1 if trained.devices is None else len(trained.devices)
-    ranks = ranks if trained.num_devices == "auto" else int(trained.num_devices)
     if reference.num_devices not in ("auto", 1, ranks):
         raise bad_value("ref_model.num_devices", reference.num_devices, wrong, "ref_model.num_devices=auto")
