@@ -59,7 +59,7 @@ def on_all_ranks(program: Callable[[], _T]) -> _T:
         _serve()
         result_of_rank_0: _T | None = _ranks().recv()
         if result_of_rank_0 is None:
-            # Rank 0 has ended, and has said why.
+            # recv() returns None if the connection to rank 0 breaks: it has ended, and has said why.
             raise SystemExit(0)
         return result_of_rank_0
     result = program()

@@ -10,7 +10,8 @@ key                            shape           dtype    meaning
 ("tokens", "response")         [P, G, T]       int64    response with its end token, padded on the right
 ("masks", "response")          [P, G, T]       bool     True on real tokens
 ("masks", "sampled")           [P, G, T]       bool     True on tokens that the model sampled
-("log_probs", "response")      [P, G, T]       float32  of the engine, at the sampling temperature
+("log_probs", "response")      [P, G, T]       float32  of the engine, at the sampling temperature; 0 on
+                                                        tokens that were not sampled
 ("log_probs", "reference")     [P, G, T]       float32  of the reference model; only if a KL needs it
 ("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer and
                                                         several steps per round
@@ -43,7 +44,7 @@ from torch import Tensor
 from torchrl_grpo.inference.protocol import Answered
 from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 
-# Entries with one value per group. Every other entry has an axis for its G responses.
+# Entries of the group, without an axis for its G responses.
 PROMPT_KEYS = (("tokens", "prompt"), ("masks", "prompt"))
 _RIGHT_PADDED = (
     ("tokens", "response"),

@@ -4,7 +4,7 @@ A preset writes keys for its user's convenience. If the user then writes a key t
 the preset's key gives way. Layers come in Hydra's order: presets before the primary configuration's own
 keys, then files chosen with ``+``, and the command line last. Two keys of the same layer, and most keys that
 have their defaults, are left to the checks of the configuration. A key that repeats the value it already had
-does not count as written, except for contradictions with ``defaults_too`` (see
+is kept itself, but makes no other give way, except in contradictions with ``defaults_too`` (see
 :class:`~torchrl_grpo.config.contradictions.Contradiction`). A preset is a file of a config group, such as
 ``policy/dapo.yaml``.
 """
@@ -46,6 +46,7 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
 
     lines: list[str] = []
     layers, changes = dict[str, int](), dict[str, int]()
+    # What `others` get is `value`. Each contradiction is found in `node` as the ones before have left it.
     defaults = OmegaConf.structured(Config)
     for key, others, value, defaults_too in contradictions(read):
         changed = [other for other in others if defaults_too or read(other) != read(other, defaults)]

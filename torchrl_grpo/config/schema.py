@@ -100,8 +100,8 @@ class CollectorConfig:
     )
     partial_rollout: bool = key(
         False,
-        "grpo-async.py: put groups that new weights interrupt back into the queue, so that any free worker "
-        "continues them.",
+        "grpo-async.py: let new weights interrupt groups, whatever collector.weight_update says, and put "
+        "them back into the queue, so that any free worker continues them.",
     )
     timeout_s: PositiveFloat = key(
         600.0,
@@ -251,7 +251,7 @@ class EvalConfig:
     at_start: bool = key(True, "Evaluate before the first step too.")
     pass_at_k: PositiveInt = key(
         1,
-        "k of pass@k. With 1, only the greedy response is graded. Above 1, k responses to each problem are "
+        "k of pass@k; 1 measures no pass@k. Above 1, k responses to each problem are "
         "also sampled at eval.temperature, unless eval.samples has as many.",
     )
     temperature: PositiveFloat = key(0.8, "Sampling temperature of eval.samples and pass@k.")

@@ -30,6 +30,8 @@ from torchrl_grpo.config.values import (
     WeightTransfer,
 )
 
+# The setting of an only_with has one value.
+(_WITH_OWN_PYTHON,) = engines_with(lambda kind: kind.has_own_python)
 _SERVED = " or ".join(engines_with(lambda kind: kind.has_servers))
 
 
@@ -173,14 +175,14 @@ class InferenceModelConfig:
     servers: Any = key(
         "auto",
         f"Servers of inference_model.backend={_SERVED}: auto starts one on each device, "
-        "and a list of addresses, e.g. [http://127.0.0.1:8000], names servers that grpo-serve has started "
-        "(docs/servers.md).",
+        "or on each group of devices that share an engine, and a list of addresses, e.g. "
+        "[http://127.0.0.1:8000], names servers that grpo-serve has started (docs/servers.md).",
     )
     server_python: str | None = key(
         None,
         "Python of the environment that has SGLang, which starts its servers; it needs one of its own, e.g. "
         ".venv-sglang/bin/python, which scripts/setup_sglang.sh makes.",
-        only_with="inference_model.backend=sglang_server",
+        only_with=f"inference_model.backend={_WITH_OWN_PYTHON}",
     )
     weight_transfer: WeightTransfer = key(
         WeightTransfer.auto,
@@ -197,17 +199,19 @@ class InferenceModelConfig:
     )
     num_devices: int | str = key(
         "auto",
-        "Devices that generate, a number or auto, with one engine on each. Without a GPU, engines share the "
-        "cores. docs/devices.md says which process each engine runs in.",
+        "Devices that generate, a number or auto, with one engine on each, or on each group of "
+        "tensor_parallel_size x pipeline_parallel_size. Without a GPU, engines share the cores. "
+        "docs/devices.md says which process each engine runs in.",
     )
     tensor_parallel_size: PositiveInt = key(
         1,
-        "Devices that share each layer of one engine, for models that do not fit one GPU. Only servers take "
-        "more than 1. inference_model.num_devices is a multiple of it.",
+        "Devices that share each layer of one engine, for models that do not fit one GPU. Only servers of "
+        "vLLM take more than 1. inference_model.num_devices is a multiple of it.",
     )
     pipeline_parallel_size: PositiveInt = key(
         1,
-        "Groups of devices that divide the layers of one engine among them. Only servers take more than 1.",
+        "Groups of devices that divide the layers of one engine among them. Only servers of vLLM take more "
+        "than 1.",
     )
     devices: list[int] | None = key(None, "Numbers of the GPUs, e.g. [1]; null lets the planner choose.")
     dtype: Dtype = key(
@@ -232,7 +236,7 @@ class InferenceModelConfig:
     )
     block_size: PositiveInt | None = key(
         None,
-        "Tokens in one block of vLLM's cache; null means the usual one of the machine.",
+        "Tokens in one block of the cache of vLLM or SGLang; null means the usual one of the machine.",
     )
     enforce_eager: bool | None = key(
         None,
@@ -257,7 +261,7 @@ class InferenceModelConfig:
     )
     engine_args: dict[str, Any] = key(
         {},
-        "Further arguments of vLLM's engine, by vLLM's names, e.g. {max_num_batched_tokens: 8192}. "
+        "Further arguments of vLLM or SGLang, by its own names, e.g. {max_num_batched_tokens: 8192}. "
         "Arguments that other keys set are refused. A resumed run may change them, but quantization and "
         "kv_cache_dtype change the distribution that is sampled from.",
     )

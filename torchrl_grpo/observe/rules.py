@@ -56,6 +56,7 @@ class Past:
         self._reward_sum += reward
         self._reward_count += 1
         if self._best_reward is None:
+            # No round comes before the evaluation before training, so the first one stands in for it.
             self._best_reward = reward
         self.has_signal = row["reward/constant_groups"] < 1
         if self.has_signal:

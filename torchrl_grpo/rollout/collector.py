@@ -31,7 +31,8 @@ class GroupSource:
     Args:
         env: problems and rewards.
         tokenizer: tokenizer that turns responses into text.
-        seed: seed of the run. A group's seed depends only on it and on the group's number.
+        seed: seed of the run. A group's seed depends only on it, on the group's number, and on the number of
+            groups in a round.
     """
 
     def __init__(self, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:

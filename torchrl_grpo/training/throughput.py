@@ -1,4 +1,4 @@
-"""Measures the phases of a step, and the throughput of training relative to a matrix product's."""
+"""Names the phases of a step, and measures the throughput of training relative to a matrix product's."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ class SentWeights:
 def concatenate_results(results: Iterable[ProbeResult]) -> ProbeResult:
     """Probe results of several engines as one: their rows are concatenated."""
     listed = list(results)
-    # The weights that an engine was built with are compared in all rows, or in none.
+    # An engine's first publication also has the result of the weights that it was built with. Another engine
+    # may have had its first before; then rows would be missing, so all are compared or none.
     initial = [result.initial_result for result in listed if result.initial_result is not None]
     return ProbeResult(
         torch.cat([result.token_ids for result in listed]),

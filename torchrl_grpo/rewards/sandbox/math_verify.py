@@ -1,7 +1,8 @@
 """``math_verify``: mathematical equality of answer and truth.
 
-The parsers evaluate what the model wrote. So each answer is judged in a process of its own that can do no
-harm (:mod:`torchrl_grpo.rewards.sandbox.judged_apart`). A comparison that raises, hangs or kills its process
+The parsers evaluate what the model wrote. So each answer is judged in a copy of a worker process, which ends
+with the answer and, unless ``reward.sandbox=false``, can do no harm
+(:mod:`torchrl_grpo.rewards.sandbox.judged_apart`). A comparison that raises, hangs or kills its process
 is an error (:class:`~torchrl_grpo.rewards.sandbox.pool.JobError`), never a silent 0.
 """
 
