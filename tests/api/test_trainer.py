@@ -22,12 +22,15 @@ from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.api.launched import warn
 from torchrl_grpo.api.rows import PassedDataset, PassedReward
 from torchrl_grpo.cli import endings
-from torchrl_grpo.cli.compose import write_override
+from torchrl_grpo.cli.compose import composer, write_override
+from torchrl_grpo.config import parse
+from torchrl_grpo.config.derived import reward_weights
 from torchrl_grpo.data import load
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rollout import build
+from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 
 SMALL = {
@@ -105,7 +108,9 @@ def test_a_run_from_python_is_the_run_of_the_command(
 
 
 @pytest.mark.slow
-def test_rows_rewards_tools_and_an_environment_of_the_script(make: Make) -> None:
+def test_rows_rewards_tools_and_an_environment_of_the_script(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     bonus = 0.25
 
     def with_bonus(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -131,6 +136,11 @@ def test_rows_rewards_tools_and_an_environment_of_the_script(make: Make) -> None
         train_dataset=ROWS, rewards=[shorter, with_bonus, "bare_number"], config={"reward.workers": 1}
     )
     trainer.train()
+    weights = "reward.weights={shorter:1.0,with_bonus:1.0,bare_number:1.0}"
+    assert (
+        f"rewards: those of reward.functions count beside others, as {weights} says"
+        in capsys.readouterr().err
+    )
     rows = read(trainer.output_dir / "rollouts.jsonl")
     assert rows[0]["rewards"].keys() == {"shorter", "with_bonus", "bare_number"}
     assert all(row["rewards"]["with_bonus"] == bonus + len(row["response"]) % 3 for row in rows)
@@ -213,6 +223,17 @@ def test_rewards_of_data_sets_are_read_beside_others(
     assert "get_reward" in cfg.reward.functions
     changed = make({"eval.reward": "exact_match", "reward.weights": {"exact_match": 1.0}}, **arguments).cfg
     assert changed.reward.weights == {"exact_match": 1.0} and changed.eval.reward == "exact_match"
+    # Rows without a reward of their own are not trained on one.
+    assert ("get_reward" in reward_weights(changed)) == ("get_reward" in weights)
+
+
+def test_a_function_counts_beside_the_weights_of_a_configuration_as_with_the_command(make: Make) -> None:
+    cfg = make(config_name="grpo_quickstart", rewards=shorter).cfg
+    with composer(config_dir(), "grpo_quickstart") as tree:
+        (words,) = tree.jobs(["++reward.functions={shorter: my.py:shorter}"], sweep=False)
+        command = parse(tree.compose(words).node)
+    assert reward_weights(cfg) == reward_weights(command)
+    assert reward_weights(cfg) == {"reasoning_gym": 1.0, "closeness": 0.3, "bare_number": 0.1, "shorter": 1.0}
 
 
 def test_a_hugging_face_dataset_and_a_chat_column(make: Make) -> None:

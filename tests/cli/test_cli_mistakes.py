@@ -37,6 +37,7 @@ BAD: list[tuple[str, str]] = [
     ("+env=gsm8k", "write env=gsm8k instead"),
     ("~optimizer.lr", "cannot be taken away"),
     ("~env", "cannot be taken away"),
+    ("~reward.weights.closeness", "write reward.weights.closeness=0, for example"),
     # groups and names
     ("env=gsm9k", "write env=gsm8k instead"),
     ("env=nothing_like_it", "reasoning_gym"),
@@ -337,6 +338,7 @@ BAD: list[tuple[str, str]] = [
     ("reward.timeout_s=0", "greater than 0"),
     ("reward.on_error=-inf", "finite"),
     ("reward.weights.beauty=1", "math_verify"),
+    ("reward.weights.vowels=1", ", for example, or reward.functions={vowels:FILE.py:vowels} beside it"),
     ("reward.weights.format=nan", "finite"),
     ("reward.weights={gsm8k:0,format:0}", "every weight is 0"),
     ("eval.pass_at_k=0", "at least 1"),
@@ -386,6 +388,7 @@ BAD: list[tuple[str, str]] = [
     ("reward.functions=r:good.py:r", "reward.functions={r:good.py:r}, for example"),
     ("reward.weights=format", "error: reward.weights=format: it must be a mapping of names to numbers"),
     ("reward.weights=[format,gsm8k]", "reward.weights={format:1.0,gsm8k:1.0}, for example"),
+    ("reward.weights=null", "write reward.weights={}, for example"),
     ("reward.weights={format}", "write reward.weights={format:1.0} instead"),
     ("env.fields=question:q,answer:a", "write env.fields={question:q,answer:a} instead"),
     ("env.tools=my_tools.py:f", "env.tools=[my_tools.py:f], for example"),
@@ -431,7 +434,11 @@ BAD: list[tuple[str, str]] = [
     ("env=jsonl env.data_path=. env.fields.answer=''", "that of answer if there is one"),
     (
         "env.dataset=jsonl env.data_path=. env.fields={question:q,explanation:s}",
-        "that of answer if there is one",
+        "explanation is none of question, messages, answer, solution, identity; write env.fields={",
+    ),
+    (
+        "env=jsonl env.data_path=. env.fields={question:q,solutions:s}",
+        "write env.fields={question:q,solution:s}",
     ),
     ("env.dataset=jsonl env.data_path=. env.fields={question:q,messages:m}", "of question or of messages"),
     ("env.dataset=x.jsonl", "write env=jsonl env.data_path=x.jsonl"),
@@ -460,8 +467,10 @@ BAD: list[tuple[str, str]] = [
     ("env=ifeval reward.weights.gsm8k=1", "cannot judge env.dataset=ifeval"),
     # resume
     ("resume=auto", "no run below"),
-    ("resume=nowhere", "resume=nowhere: there is no such folder"),
+    ("resume=nowhere", "resume=nowhere: there is no such folder in "),
+    ("resume=/nowhere", "resume=/nowhere: there is no such folder; write"),
     ("hydra.run.dir=nowhere resume=auto", "nowhere has no complete checkpoint"),
+    ("hydra.run.dir=elsewhere resume=auto", "resume=auto without hydra.run.dir for the run that wrote a che"),
     ("--multirun resume=auto optimizer.lr=1e-4,1e-5", "a sweep cannot be resumed"),
     # sweeps: every job is looked at before the first starts
     ("--multirun optimizer.lr=1e-4,-1", "optimizer.lr=-1"),
@@ -491,6 +500,11 @@ def test_mistake(
         assert words[-1].lstrip("+~").split("=")[0].rsplit(".", 1)[-1] in message
     assert snapshot(workplace) == before, "a mistake leaves no folder and touches no run"
     assert earlier.exists()
+
+
+def test_a_folder_may_have_the_name_of_a_built_in_data_set(workplace: Path) -> None:
+    (workplace / "gsm8k").mkdir()
+    accept("env.dataset=gsm8k")
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_jsonl_takes_the_columns_of_env_fields(tmp_path: Path) -> None:
     assert found.train[0].truth["answer"].startswith("a")
     with pytest.raises(DataError, match=r"no column 'question'; its columns are 'frage', 'antwort'"):
         load(config("jsonl", data_path=path))
-    with pytest.raises(ConfigError, match=r"env\.fields={frage:question}: it must name the column"):
+    with pytest.raises(ConfigError, match=r"env\.fields={frage:question}: frage is none of question"):
         load(config("jsonl", data_path=path, fields={"frage": "question"}))
     with pytest.raises(ConfigError, match=r"write env\.data_path"):
         load(config("jsonl"))

@@ -26,6 +26,7 @@ from torchrl_grpo.rewards import (
     grader_name,
 )
 from torchrl_grpo.rewards import cli as rewards_cli
+from torchrl_grpo.rewards.registry import joined_rewards
 from torchrl_grpo.rewards.types import ResponseScore
 
 EXAMPLES = [
@@ -347,6 +348,32 @@ def test_weights_and_the_grader_name_functions_too(
     finally:
         grader.close()
         rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "grader", "counted", "note"),
+    [
+        ({}, None, {"own": 1.0}, None),
+        ({}, "own", {"own": 1.0}, None),
+        ({"own": 2.0}, None, {"own": 2.0}, None),
+        ({"format": 0.5}, None, {"format": 0.5, "own": 1.0}, "reward.weights={format:0.5,own:1.0} says"),
+        ({"format": 0.5, "own": 0.0}, None, {"format": 0.5, "own": 0.0}, "{format:0.5,own:0.0} says"),
+        ({"format": 0.0}, None, {"format": 0.0, "own": 1.0}, "{format:0.0,own:1.0} says"),
+        ({"format": 0.5}, "own", {"format": 0.5}, None),
+        ({"format": 0.5, "own": 1.0}, "own", {"format": 0.5, "own": 1.0}, "{format:0.5,own:1.0} says"),
+    ],
+)
+@pytest.mark.usefixtures("scored")
+def test_a_function_without_a_weight_counts_with_1_unless_it_only_grades(
+    weights: dict[str, float], grader: str | None, counted: dict[str, float], note: str | None
+) -> None:
+    cfg = config("length")
+    cfg.reward.weights, cfg.eval.reward = weights, grader
+    Path("rows.jsonl").touch()
+    validate(cfg)
+    assert check_weights(cfg) == counted and list(check_weights(cfg)) == list(counted)
+    said = joined_rewards(cfg)
+    assert said is None if note is None else note in str(said)
 
 
 @pytest.mark.parametrize(

@@ -104,16 +104,17 @@ class GRPOTrainer:
                 raise arguments.unknown(unknown, list(inspect.signature(GRPOTrainer).parameters)[:-1])
             values: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
             passed: dict[str, Any] = {}
-            values |= _of_data(train_dataset, eval_dataset, rewards, environment, passed)
-            if chosen := _listed(tools, "tools"):
-                values["env.tools"] = list(_by_name(chosen, passed, "tools").values())
-            if environment is not None:
-                (values["env.environment"],) = _by_name([environment], passed, "environment").values()
             if config is not None and not isinstance(config, Mapping):
                 raise ConfigError(
                     f"config is {type(config).__name__}, not a mapping of keys to values; write e.g. "
                     'config={"optimizer.lr": 2e-5}'
                 )
+            grader = (config or {}).get("eval.reward", REWARD)
+            values |= _of_data(train_dataset, eval_dataset, rewards, environment, passed, grader)
+            if chosen := _listed(tools, "tools"):
+                values["env.tools"] = list(_by_name(chosen, passed, "tools").values())
+            if environment is not None:
+                (values["env.environment"],) = _by_name([environment], passed, "environment").values()
             for key in config or ():
                 if (instead := _NOT_KEYS.get(key.partition(".")[0])) is not None:
                     raise ConfigError(f"config has {key!r}; write {instead} instead")
@@ -276,8 +277,12 @@ def _of_data(
     rewards: Sequence[Named] | Named | None,
     environment: Named | None,
     passed: dict[str, Any],
+    grader: Any,
 ) -> dict[str, Any]:
-    """Return the keys of data sets and rewards, and add Python objects to ``passed``."""
+    """Return the keys of data sets and rewards, and add Python objects to ``passed``.
+
+    Held-out rows are only asked for their reward if it is the ``grader``.
+    """
     values: dict[str, Any] = {}
     chosen = _listed(rewards, "rewards")
     own: list[Named] = []
@@ -292,7 +297,7 @@ def _of_data(
             "env.dataset": _Passed("train_dataset"),
         }
         rewarded = rewards_itself(train_dataset)
-        graded = rewarded if eval_dataset is None else rewards_itself(eval_dataset)
+        graded = grader == REWARD and (rewarded if eval_dataset is None else rewards_itself(eval_dataset))
         own = [PassedReward(dataset)] if rewarded or graded else []
     elif eval_dataset is not None:
         raise ConfigError("eval_dataset is given without train_dataset; give both, or name them in config")

@@ -193,7 +193,8 @@ class Composer:
             return
         value = None if override.value_type is None else override.value()
         if override.is_delete():
-            fix = f"{key}={keys().example(key)}" if key in keys().leaves else f"{key}= and another value"
+            own = f"{key}=0" if key.startswith("reward.weights.") else f"{key}= and another value"
+            fix = f"{key}={keys().example(key)}" if key in keys().leaves else own
             raise ConfigError(f"{line}: a key cannot be taken away; write {fix}, for example")
         plain = line.lstrip("+")
         options = self._loader.get_group_options(key) if "." not in key else []

@@ -74,7 +74,7 @@ def describe_length(cfg: Config, problems: int) -> str:
 
 
 def token_budget(cfg: Config) -> int:
-    """Return the most tokens per micro-batch, at least the longest sequence because it cannot be split."""
+    """Return the most tokens of a micro-batch. The longest sequence fits, because none can be divided."""
     return cfg.train.max_tokens_per_microbatch or max(TOKENS, cfg.inference_model.max_model_len)
 
 
@@ -91,6 +91,16 @@ def needs_reference(policy: PolicyConfig) -> bool:
 def held_out_problems(cfg: Config) -> int:
     """Return the largest number of held-out problems."""
     return HELD_OUT if cfg.eval.num_problems is None else cfg.eval.num_problems
+
+
+def reward_weights(cfg: Config) -> dict[str, float]:
+    """Return the weights that a configuration gives, of which a function without one has 1.
+
+    A function that ``eval.reward`` names has none beside other weights: it may only grade.
+    """
+    weights = cfg.reward.weights
+    own = [name for name in cfg.reward.functions if not weights or name != cfg.eval.reward]
+    return weights | {name: 1.0 for name in own if name not in weights}
 
 
 def has_episodes(cfg: Config) -> bool:

@@ -43,7 +43,7 @@ def fitting(hint: Any, value: str) -> str | None:
         parts = [fitting(arguments[0], item.strip()) for item in items.split(",") if item]
         return f"[{items}]" if None not in parts else None
     if origin is dict:
-        return _mapping(value, arguments[1])
+        return "{}" if plain in _NOTHING else _mapping(value, arguments[1])
     return None if hint is str and plain in ("true", "false") else value
 
 

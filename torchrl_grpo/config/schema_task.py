@@ -41,8 +41,8 @@ class EnvConfig:
     )
     data_path: str | None = key(
         None,
-        "Read problems from this path instead of the hub: a JSONL file, a folder of splits or a saved "
-        "dataset.",
+        "Read problems from this path instead of the hub: a JSONL, JSON or Parquet file, a folder of splits "
+        "or a saved dataset.",
     )
     eval_data_path: str | None = key(
         None,
@@ -190,8 +190,9 @@ class RewardConfig:
     functions: dict[str, str] = key(
         {},
         "Rewards of your own by name, each FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, e.g. "
-        "{brevity: my_rewards.py:brevity}. docs/tasks_and_rewards.md describes the functions. Without "
-        "reward.weights, each has weight 1 and the dataset's defaults do not apply.",
+        "{brevity: my_rewards.py:brevity}. docs/tasks_and_rewards.md describes the functions. One without a "
+        "weight in reward.weights has weight 1, unless eval.reward names it beside other weights. Without "
+        "reward.weights, the dataset's defaults do not apply.",
     )
     args: dict[str, Any] = key(
         {},

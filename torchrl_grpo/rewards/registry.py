@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS, REWARDS, dataset_kind, load_built_in
 from torchrl_grpo.config.checks.data import check_rewards
-from torchrl_grpo.config.derived import held_out_problems
-from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.derived import held_out_problems, reward_weights
+from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
@@ -56,6 +56,17 @@ def unasked_tags(cfg: Config, example: Example) -> str | None:
     )
 
 
+def joined_rewards(cfg: Config) -> str | None:
+    """Return a note with all weights if functions of the user are added to weights, a preset's perhaps."""
+    weights, own = reward_weights(cfg), cfg.reward.functions.keys()
+    if cfg.train.method != "grpo" or not own & weights.keys() or weights.keys() <= own:
+        return None
+    return (
+        f"rewards: those of reward.functions count beside others, as reward.weights={show(weights)} says; a "
+        "weight of 0 takes one out of the sum"
+    )
+
+
 def check_weights(cfg: Config) -> dict[str, float]:
     """Check and return the weights of a run. No worker process starts.
 
@@ -63,8 +74,8 @@ def check_weights(cfg: Config) -> dict[str, float]:
         cfg: configuration; ``reward.weights`` and ``env.dataset`` are read.
 
     Returns:
-        Reward name -> weight. If the configuration gives none, each reward of ``reward.functions`` has weight
-        1. Without those, it is the data set's defaults.
+        Reward name -> weight. A reward of ``reward.functions`` without a weight has weight 1. Without weights
+        and functions, it is the data set's defaults.
 
     Raises:
         ConfigError: a name is unknown, a weight is not finite, a reward does not support the data set, all
@@ -78,7 +89,7 @@ def check_weights(cfg: Config) -> dict[str, float]:
 
 
 def _weights(cfg: Config) -> dict[str, float]:
-    return cfg.reward.weights or dict.fromkeys(cfg.reward.functions, 1.0) or _default_weights(cfg)
+    return reward_weights(cfg) or _default_weights(cfg)
 
 
 def _default_weights(cfg: Config) -> dict[str, float]:

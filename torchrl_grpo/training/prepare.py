@@ -17,7 +17,7 @@ from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.build import with_prompts
 from torchrl_grpo.envs.responses import note_on_reading
 from torchrl_grpo.rewards.graders import LOSS, CountingGrader
-from torchrl_grpo.rewards.registry import unasked_tags
+from torchrl_grpo.rewards.registry import joined_rewards, unasked_tags
 from torchrl_grpo.rollout.solutions import check_solutions
 from torchrl_grpo.training.evaluator import Evaluator
 
@@ -55,6 +55,7 @@ def prepare(
         check_solutions(tokenizer, problems.held_out if by_loss else [])
     notify(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
     notify(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
+    notify(joined_rewards(cfg))
     for note in grader.notes:
         notify(note)
     return problems, None if by_loss else Evaluator(problems.held_out, tokenizer, grader, cfg)

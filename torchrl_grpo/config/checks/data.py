@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, dataset_kind
 from torchrl_grpo.config.checks.unread import check_unset
-from torchrl_grpo.config.derived import has_episodes
+from torchrl_grpo.config.derived import has_episodes, reward_weights
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import OF_A_DATASET
 from torchrl_grpo.runtime import user_code
@@ -30,7 +30,7 @@ def check_data(cfg: Config) -> None:
     _check_task(cfg)
     _check_episodes(cfg)
     _check_sampling(cfg)
-    check_rewards(cfg, cfg.reward.weights)
+    check_rewards(cfg, reward_weights(cfg))
     if cfg.env.environment is None and "environment" not in cfg.reward.functions:
         wrong = "there is no environment that gives this reward"
         fix = "env.environment=FILE.py:CLASS beside it"
@@ -49,9 +49,9 @@ def check_mixture(cfg: Config) -> None:
     if not cfg.env.mixture:
         return
     wrong = "each part of env.mixture has its own"
-    check_unset(cfg, "env", " ".join(OF_A_DATASET), wrong, ", and set it in the parts")
-    check_unset(cfg, "reward", "weights functions args", wrong, ", and reward={...} in the parts")
-    check_unset(cfg, "eval", "reward", wrong, ", and eval_reward in the parts")
+    check_unset(cfg, "env", " ".join(OF_A_DATASET), wrong, also=", and set it in the parts")
+    check_unset(cfg, "reward", "weights functions args", wrong, also=", and reward={...} in the parts")
+    check_unset(cfg, "eval", "reward", wrong, also=", and eval_reward in the parts")
     wrong = "the parts of env.mixture have different rewards, of which no group has all"
     check_unset(cfg, "policy", "reward_combination", wrong)
 
@@ -62,6 +62,9 @@ def check_dataset(dataset: str) -> None:
     Raises:
         ConfigError: it is neither a built-in one nor a function of the user.
     """
+    if dataset in DATASETS:
+        # A folder may have the same name.
+        return
     if dataset.endswith((".jsonl", ".json", ".parquet")) or Path(dataset).is_dir():
         wrong = "it is a path, and env.dataset is the kind of data"
         raise bad_value("env.dataset", dataset, wrong, f"env=jsonl env.data_path={dataset}")
@@ -145,7 +148,7 @@ def _check_task(cfg: Config) -> None:
         raise bad_value("env.task", None, wrong, "env.task=chain_sum, for example")
     if not generated and not own:
         wrong = f"env.dataset={env.dataset} has no tasks, only reasoning_gym has"
-        check_unset(cfg, "env", "task_args", wrong, ", or env=reasoning_gym")
+        check_unset(cfg, "env", "task_args", wrong, also=", or env=reasoning_gym")
     if generated or own:
         names = "data_path eval_data_path hub_name hub_subset train_split eval_split"
         wrong = f"env.dataset={env.dataset} reads neither files nor the hub, and has no splits"
@@ -179,7 +182,7 @@ def _check_jsonl(cfg: Config) -> None:
     env = cfg.env
     if dataset_kind(env.dataset) != "jsonl":
         wrong = f"env.dataset={env.dataset} has columns of its own, and only jsonl reads this"
-        check_unset(cfg, "env", "fields", wrong, ", or env=jsonl env.data_path=FILE.jsonl")
+        check_unset(cfg, "env", "fields", wrong, also=", or env=jsonl env.data_path=FILE.jsonl")
         return
     check_source(env)
     check_fields(env)
@@ -204,7 +207,13 @@ def check_fields(env: EnvConfig) -> None:
             ``messages``.
     """
     fix = "env.fields={question:COLUMN,answer:COLUMN}"
-    if not set(env.fields) <= set(_FIELDS) or not all(env.fields.values()):
+    for name in env.fields:
+        if name not in _FIELDS:
+            close = difflib.get_close_matches(name, _FIELDS, n=1)
+            own = {close[0] if close and role == name else role: env.fields[role] for role in env.fields}
+            wrong = f"{name} is none of {', '.join(_FIELDS)}"
+            raise bad_value("env.fields", env.fields, wrong, f"env.fields={show(own)}" if close else fix)
+    if not all(env.fields.values()):
         wrong = "it must name the column of question or of messages, and that of answer if there is one"
         raise bad_value("env.fields", env.fields, wrong, fix)
     if {"question", "messages"} <= set(env.fields):
@@ -252,7 +261,9 @@ def _check_reward(cfg: Config, name: str, key: str, value: Any, fix: str) -> Non
     if name not in REWARDS:
         wrong = f"there is no reward of this name among {', '.join([*REWARDS, *cfg.reward.functions])}"
         close = difflib.get_close_matches(name, able, n=1)
-        raise bad_value(key, value, wrong, f"{fix.format(close[0] if close else able[0])}, for example")
+        own = f"reward.functions={{{name}:FILE.py:{name}}} beside it"
+        fix = f"{fix.format(close[0] if close else able[0])}, for example, or {own}"
+        raise bad_value(key, value, wrong, fix)
     if name not in able:
         wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
         raise bad_value(key, value, wrong, f"{fix.format(able[0])}, or one of {', '.join(able[1:])}")
