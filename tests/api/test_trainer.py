@@ -20,7 +20,7 @@ from script_objects import ROWS, Asking, Endless, Item, shorter
 
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.api.launched import warn
-from torchrl_grpo.api.rows import PassedDataset, PassedReward
+from torchrl_grpo.api.rows import PassedDataset, PassedReward, Rows
 from torchrl_grpo.cli import endings
 from torchrl_grpo.cli.compose import composer, write_override
 from torchrl_grpo.config import parse
@@ -255,8 +255,12 @@ def test_prompts_and_a_function_are_enough(make: Make, capsys: pytest.CaptureFix
     assert "8 of 40 questions are held out" in said.err and "graded by          shorter\n" in said.out
 
 
-@pytest.mark.parametrize("stream", [Dataset.from_list(ROWS).to_iterable_dataset(), Endless()])
-def test_data_sets_that_stream_are_read_as_far_as_needed(make: Make, stream: Any) -> None:
+# The type of the argument accepts them too.
+STREAMS: list[Rows] = [Dataset.from_list(ROWS).to_iterable_dataset(), Endless()]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_data_sets_that_stream_are_read_as_far_as_needed(make: Make, stream: Rows) -> None:
     config = {"eval.num_problems": None, "env.shuffle_buffer": 13, "reward.weights": {"format": 1}}
     cfg = make(config, train_dataset=stream, rewards=["format"]).cfg
     found = load(cfg)

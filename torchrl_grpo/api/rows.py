@@ -19,20 +19,24 @@ from torchrl_grpo.errors import ConfigError, DataError
 SPLIT, INDEX = "_split", "_index"
 # Name of the reward of a data set, as a method and in the configuration.
 REWARD = "get_reward"
-# Columns that are read by these names, also where an object computes them.
+# Attributes of an object that are columns even if they are properties.
 _READ = ("question", "messages", "prompt", "answer", "solution")
 # What a column of an object must be to be a column of the data set. The object keeps everything else.
 _PLAIN = (str, int, float, list, tuple, dict, type(None))
 _ARGUMENTS = {"train": "train_dataset", "test": "eval_dataset"}
 
 
-class Rows(Protocol):
+class _RowsByNumber(Protocol):
     """Rows by their number, mappings or objects."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any:
         """Return a row."""
+
+
+# A stream is an iterable that begins anew each time.
+Rows = _RowsByNumber | Iterable[Any]
 
 
 class PassedDataset:
@@ -102,8 +106,8 @@ class PassedReward:
         return _plain(own(completion))
 
 
-def rewards_itself(rows: Rows) -> bool:
-    """Whether a data set or its first row computes the reward. Rows of a stream do not."""
+def rewards_itself(rows: Any) -> bool:
+    """Whether a data set or its first row computes the reward. Rows of a stream are not asked."""
     return hasattr(rows, REWARD) or (hasattr(rows, "__len__") and _reward_of(rows[0]) is not None)
 
 
@@ -159,7 +163,7 @@ def columns(row: object) -> dict[str, Any] | None:
 
 
 def _plain(result: Any) -> Any:
-    """Return a number in place of what is like one, such as a tensor."""
+    """Return a reward as a float; a mapping or an awaitable as it is."""
     return result if isinstance(result, Mapping) or inspect.isawaitable(result) else float(result)
 
 

@@ -46,7 +46,7 @@ Named = Callable[..., Any] | str
 
 
 class GRPOTrainer:
-    """Trains a language model with GRPO, or on solutions with a configuration for ``sft.py``.
+    """Trains a language model with GRPO; with a configuration for ``sft.py``, on solutions.
 
     Functions and classes may be defined anywhere, in a notebook too. They are sent to the processes that call
     them, so they must not hold open files or connections.
@@ -60,11 +60,12 @@ class GRPOTrainer:
 
     Args:
         model: hub name or folder; None takes that of the configuration.
-        train_dataset: problems: a list of mappings, a Hugging Face data set, or an object with ``__len__``
-            and ``__getitem__``. The prompt is the column ``question``, ``prompt`` or ``messages``, and the
-            answer the column ``answer``; ``env.fields`` names others. If the data set has
-            ``get_reward(index, completion)``, or its rows ``get_reward(completion)``, that is the reward
-            ``get_reward``. None takes the data set of the configuration.
+        train_dataset: problems: a list of mappings, a Hugging Face data set, an object with ``__len__`` and
+            ``__getitem__``, or a stream: an iterable that begins anew each time. The prompt is the column
+            ``question``, ``prompt`` or ``messages``, and the answer the column ``answer``; ``env.fields``
+            names others. If the data set has ``get_reward(index, completion)``, or its rows
+            ``get_reward(completion)``, that is the reward ``get_reward``. None takes the data set of the
+            configuration.
         eval_dataset: held-out problems; None takes some of ``train_dataset``. They are graded by their own
             ``get_reward`` if they have it, unless ``eval.reward`` names another reward.
         rewards: reward functions, or names of built-in rewards. They are added to ``get_reward``. Each has
@@ -256,7 +257,7 @@ class GRPOTrainer:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Write what the processes of a run read, and send what libraries print to a file."""
+        """Write what the processes of a run read, and log to ``python.log``."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self._objects.write()
         with screen.log_to_file(self.output_dir / "python.log"):
@@ -281,7 +282,7 @@ def _of_data(
 ) -> dict[str, Any]:
     """Return the keys of data sets and rewards, and add Python objects to ``passed``.
 
-    Held-out rows are only asked for their reward if it is the ``grader``.
+    Held-out rows are asked for their own reward only if ``grader``, the value of ``eval.reward``, names it.
     """
     values: dict[str, Any] = {}
     chosen = _listed(rewards, "rewards")
@@ -340,29 +341,29 @@ def _model_name(model: Any) -> str:
 def _by_name(
     chosen: Sequence[Named], passed: dict[str, Any], what: str, built_in: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """Return the given functions by name, and add those that are Python objects to ``passed``.
+    """Return the chosen functions or classes by name, and add those that are Python objects to ``passed``.
 
     Raises:
         ConfigError: one cannot be called, or two have the same name.
     """
     named: dict[str, str] = {}
-    for reward in chosen:
-        is_name = isinstance(reward, str)
-        if not is_name and not callable(reward):
-            raise ConfigError(f"{what} has {reward!r:.80}, which cannot be called; give functions or classes")
-        name = reward.rpartition(":")[2] if isinstance(reward, str) else objects.label(reward)
+    for choice in chosen:
+        is_name = isinstance(choice, str)
+        if not is_name and not callable(choice):
+            raise ConfigError(f"{what} has {choice!r:.80}, which cannot be called; give functions or classes")
+        name = choice.rpartition(":")[2] if isinstance(choice, str) else objects.label(choice)
         if not is_name and (name in (built_in or ()) or not name.isidentifier()):
             name = f"my_{name}" if f"my_{name}".isidentifier() else f"my_function_{len(named)}"
         if name in named or (not is_name and name in passed):
             raise ConfigError(f"{what} has two functions {name!r}; rename one")
-        named[name] = reward if isinstance(reward, str) else _Passed(name)
-        if not isinstance(reward, str):
-            passed[name] = reward
+        named[name] = choice if isinstance(choice, str) else _Passed(name)
+        if not isinstance(choice, str):
+            passed[name] = choice
     return named
 
 
 def _replaced(value: Any, names: Mapping[str, str]) -> Any:
-    """Put how the configuration names passed objects in place of their names."""
+    """Return ``value`` with each passed object's name replaced by what the configuration calls it."""
     if isinstance(value, _Passed):
         return names[value]
     if isinstance(value, Mapping):
