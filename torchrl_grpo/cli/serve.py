@@ -1,6 +1,6 @@
-"""``grpo-serve``: a server for runs whose engine has servers.
+"""``grpo-serve``: a server of vLLM or SGLang, for runs that name it in ``inference_model.servers``.
 
-It takes the arguments of the training command, so that model, number format and lengths are the same.
+It takes the arguments of the training command, so that model, dtype and lengths are the same.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _kind(cfg: Config) -> ServerKind:
-    """Return the kind of server that a configuration asks for: the first one unless it is another."""
+    """Return the kind of server that a configuration asks for; vLLM's if its engine has no servers."""
     from torchrl_grpo.inference.servers.kinds import server_kind
 
     engine = cfg.inference_model.engine
@@ -150,7 +150,7 @@ def serve_command(
         sys.stdout.write(f"{kind.engine.api_key_variable}={key}  # set this for the run\n")
         sys.stdout.flush()
     variables = {**launch.variables, kind.engine.api_key_variable: key}
-    # The first of them is that of sockets.
+    # The first of them says where the server makes its sockets.
     name = launch.folder_variables[0]
     usual = os.environ.get(name) or tempfile.gettempdir()
     if str(short := socket_parent(_SOCKET_ROOM, usual)) != usual:

@@ -1,7 +1,7 @@
 """``allocation_mode``: backends and devices of generation and training in one line.
 
 The notation is AReaL's, e.g. ``vllm:d4+fsdp:d4``: a backend, a colon, and sizes of its parallelism. ``+``
-gives the two GPUs of their own, and ``|`` has them share the same ones.
+gives the two GPUs of their own, and ``|`` has them share GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def with_allocation(cfg: Config) -> Config:
         cfg: configuration before it is validated.
 
     Returns:
-        The same configuration without ``allocation_mode``. Otherwise a copy with the backend, the numbers of
+        ``cfg`` itself if ``allocation_mode`` is not set, otherwise a copy with the backend, the numbers of
         devices and the parallelism of the line.
 
     Raises:
@@ -118,7 +118,7 @@ def shares_devices(line: str) -> bool:
 def _generates() -> dict[str, list[str]]:
     """Return, for each backend of the notation, the values of ``inference_model.backend`` that mean it.
 
-    A program means all engines that run it; the first one is the default.
+    The name of a package means all engines that need it; the first one is the default.
     """
     means: dict[str, list[str]] = {}
     for name, kind in ENGINES.items():
@@ -143,6 +143,7 @@ def _read(line: str) -> tuple[_Part | None, _Part, bool]:
         # Training alone: the engines share its devices.
         return None, parts[0], True
     generate, train = parts
+    # The trainer may use some of the GPUs of engines that have several each.
     whole_engines = generate.size > 1 and generate.devices >= train.devices
     if shared and generate.devices != train.devices and not whole_engines:
         wrong = f"{generate.devices} and {train.devices} devices cannot be the same ones"

@@ -1,6 +1,6 @@
 """The built-in data sets, rewards, environments and tools. This is the only place where they are registered.
 
-A name of a configuration stands for the import path of a module, or of a function or class in one:
+Each name of the configuration is mapped to the import path of a module, or of a function or class in one:
 ``PACKAGE.MODULE:NAME``, as users write it for code of their own. Nothing is imported before it is used.
 """
 

@@ -1,7 +1,7 @@
-"""Keys of which one gives way to the other if they contradict each other and a preset wrote it.
+"""Keys that contradict each other, and the value of one that gives way.
 
-The checks refuse such pairs if the user wrote both. :mod:`torchrl_grpo.cli.precedence` knows who wrote which.
-Left out are pairs without an obvious value for the one that gives way.
+A preset's key gives way to one that was written later (:mod:`torchrl_grpo.cli.precedence`). If the user wrote
+both, the checks refuse them. Pairs without an obvious value for the one that gives way are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Contradiction(NamedTuple):
         key: key that wins if it was written later.
         others: keys that then give way.
         value: value that they get; DEFAULT for the default of each.
-        defaults_too: whether they give way if they have their defaults, and to a key that has its own.
+        defaults_too: whether they also give way if they have their defaults, and also to a key that was
+            written with the value that it already had.
     """
 
     key: str
@@ -38,7 +39,7 @@ class Contradiction(NamedTuple):
 
 
 def contradictions(read: Read) -> Iterator[Contradiction]:
-    """Yield the contradictions of a configuration, each in the state that the earlier ones have left."""
+    """Yield the contradictions of a configuration. The caller settles each before it takes the next."""
     yield from _of_kl(read)
     yield from _of_objective(read)
     yield from _of_lengths(read)

@@ -150,7 +150,7 @@ class KeyBook:
         return any(typing.get_origin(option) is list for option in (hint, *typing.get_args(hint)))
 
     def is_number(self, key: str) -> bool:
-        """Return whether ``key`` holds a number, or true or false; or either or null."""
+        """Return whether ``key`` holds nothing but numbers, true, false and null."""
         hint = self.leaves.get(key)
         options = () if typing.get_origin(hint) is list else typing.get_args(hint)
         return set(options or (hint,)) <= {int, float, bool, type(None)}
@@ -161,15 +161,15 @@ class KeyBook:
         return list(hint.__members__ if isinstance(hint, EnumType) else self.registered.get(key, ()))
 
     def nearest(self, key: str) -> str | None:
-        """Return the existing key that ``key`` most likely means, or None.
+        """Return the existing key that ``key``, a misspelling or another system's name, most likely means.
 
-        It is misspelled, or the name of another system.
+        None if there is none.
         """
         row = self._elsewhere(key)
         return self._misspelled(key) if row is None else next(iter(row.ours), None)
 
     def _elsewhere(self, key: str) -> elsewhere.Counterpart | None:
-        """Return what other systems call ``key``, unless it is a close misspelling of a key here."""
+        """Return what ``key``, a name of another system, is here; None if it is rather a misspelling."""
         if (row := elsewhere.find(key)) is not None:
             return row
         section, _, last = key.rpartition(".")
@@ -179,6 +179,7 @@ class KeyBook:
         return None if difflib.get_close_matches(last, own if section else [], n=1, cutoff=0.85) else row
 
     def _misspelled(self, key: str) -> str | None:
+        """Return the key or section whose name is nearest to ``key``, or None."""
         section, _, last = key.rpartition(".")
         if not section and (groups := difflib.get_close_matches(key, self.sections, n=1, cutoff=0.75)):
             return groups[0]
@@ -262,7 +263,7 @@ class KeyBook:
             assert value is not None
             return f"write {groups.choice(section, value)} instead"
         if (row := self._elsewhere(key)) is not None:
-            # A name for data may be that of a preset.
+            # Several keys stand for a data set, and its name may be that of a preset: env=gsm8k.
             section = row.ours[0].partition(".")[0] if len(row.ours) > 1 else ""
             if value is not None and section == "env" and value in groups.groups()[section]:
                 return f"write {groups.choice(section, value)} instead"

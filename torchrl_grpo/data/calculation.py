@@ -1,7 +1,8 @@
 """The calculation that a question asks for, if it asks for nothing else.
 
-:mod:`~torchrl_grpo.data.identity` asks whether two questions are the same calculation in other words. None is
-always safe: such questions are compared as texts. So whatever can be read in two ways is no calculation.
+:mod:`~torchrl_grpo.data.identity` asks whether two questions are the same calculation in other words. A
+question without a calculation is compared as text, which is always safe. So whatever can be read in two ways
+is none.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _IN_SIGNS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         ),
         (r"\\(?:left|right)\b|\\[()\[\],;!]|\\?\$", " "),
         (r"(?<=\d),(?=\d{3}(?!\d))", ""),
-        # Only before brackets that stand in the question: 2 in front of a fraction is part of the number.
+        # Before the next pattern adds brackets: the 2 in front of a fraction is part of a mixed number.
         (r"(?<=[\d)])\s*(?=\()", "*"),
         (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))"),
         (r"\^\{([^{}]*)\}", r"^(\1)"),
@@ -65,7 +66,10 @@ _PUNCTUATION = " \t\n.?!:,;='\"()`_*-"
 
 
 def calculation_in(question: str) -> str | None:
-    """Return the calculation that a question asks for; None if it asks for something else, or for more."""
+    """Return the calculation that a question asks for, such as ``(3 + 4)``.
+
+    None if it asks for something else, or for more.
+    """
     if len(question) > _LONGEST:
         return None
     text = plain_characters(question).casefold()

@@ -13,7 +13,8 @@ class EpisodeRecord:
     Attributes:
         messages: messages after the prompt, in order: the model's, and what its environment and tools said.
         messages_of_model: texts of those of the model.
-        block: thoughts that the prompt of the last of them has closed, as :class:`ResponseText` has them.
+        block: closed thoughts at the end of the prompt of the model's last message, as in
+            :class:`ResponseText`.
         reward: sum of the environment's rewards; 0 without an environment.
         turns: number of the model's messages.
         tool_calls: number of calls of tools.
@@ -42,8 +43,8 @@ class ResponseText(str):
     Of an episode, it is the model's last message.
 
     Attributes:
-        block: thoughts that the prompt has closed before the response, such as
-            ``<think>\n\n</think>\n\n``; usually empty. They are not part of the text.
+        block: closed thoughts at the end of the prompt, such as ``<think>\n\n</think>\n\n``; usually empty.
+            They are not part of the text.
         record: record of an episode; None for a response of one turn.
     """
 

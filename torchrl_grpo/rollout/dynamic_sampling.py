@@ -20,14 +20,14 @@ def collect_with_signal(
     """Collect a round, and further ones until it is full of groups whose rewards differ (DAPO, arXiv
     2503.14476, eq. 11).
 
-    Groups are taken in the order they were sampled. Groups beyond a full round are thrown away. If
-    ``max_refills`` further rounds do not suffice, groups without a signal fill the rest.
+    Such groups have a signal. They are taken in the order they were sampled, and those beyond a full round
+    are thrown away. If ``max_refills`` further rounds do not suffice, groups without a signal fill the rest.
 
     Args:
-        rollout: function that collects a round, or with True one that completes the previous round
-            (``Collector.rollout``).
-        no_signal_mask: function that returns ``[P]`` bool for the groups of a round, True for groups without
-            a signal.
+        rollout: function that collects a round; with True as a refill, which does not count as a training
+            round (``Collector.rollout``).
+        no_signal_mask: function that returns bools ``[P]`` for the P groups of a round, True for those
+            without a signal.
         max_refills: largest number of further rounds; 0 returns the first round unchanged.
         observe: function that is called with each collected round, groups that are thrown away included, once
             all are collected.
@@ -64,17 +64,17 @@ def _assemble_round(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) 
     """
     samples = rounds[0].groups["group_id"].shape[1]
 
-    responses = [
+    rows = [
         (number, row) for number, group in chosen for row in range(group * samples, (group + 1) * samples)
     ]
     return Round(
         groups=collate([rounds[number].groups[group] for number, group in chosen]),
         prompts=[rounds[number].prompts[group] for number, group in chosen],
         responses=[rounds[number].responses[group] for number, group in chosen],
-        rewards_by_name=[rounds[number].rewards_by_name[row] for number, row in responses],
-        errors=[rounds[number].errors[row] for number, row in responses],
+        rewards_by_name=[rounds[number].rewards_by_name[row] for number, row in rows],
+        errors=[rounds[number].errors[row] for number, row in rows],
         response_tokens=sum(round_.response_tokens for round_ in rounds),
         error_count=sum(round_.error_count for round_ in rounds),
-        records=[rounds[number].records[row] for number, row in responses if rounds[number].records],
+        records=[rounds[number].records[row] for number, row in rows if rounds[number].records],
         seconds={phase: sum(round_.seconds[phase] for round_ in rounds) for phase in rounds[0].seconds},
     )

@@ -1,9 +1,9 @@
 """Takes from this process, for good, what code of a model must not have.
 
 It uses the standard library only, so that a program that does nothing else starts quickly. Afterwards the
-process can read and write one folder, if any, and read Python's own library (Landlock). It can start no
-process, open no socket and send no signal (seccomp), and its memory and processor time are bounded (resource
-limits). Where the kernel has no Landlock or no seccomp, :func:`restrict` raises.
+process can read and write one folder, if any, and read the libraries of Python and of the system (Landlock).
+It can start no process, open no socket and send no signal (seccomp), and its memory and processor time are
+bounded (resource limits). Where the kernel has no Landlock or no seccomp, :func:`restrict` raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrl_grpo.runtime.seccomp import ask_about_calls, restrict_calls
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-# Access rights of the versions of Landlock's interface, and those of reading.
+# All access rights by version of Landlock's interface, and those to read a file or folder and write a file.
 _RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 _READ_FILE, _READ_FOLDER, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 # Program that restricts itself. -I leaves this project out of the path.
@@ -81,8 +81,8 @@ def ask_about_new() -> int:
 def restrict(folder: str | None, parent: int | None = None) -> None:
     """Give up files, other processes, sockets and signals, for good. This process dies with its parent.
 
-    Python's library stays readable, and files that are open already stay usable. Without a folder, this
-    process cannot start threads either. Threads that run already are not restricted.
+    The libraries of Python and of the system stay readable, and files that are open already stay usable.
+    Without a folder, this process cannot start threads either. Threads that run already are not restricted.
 
     Args:
         folder: folder whose files stay usable; None for none.

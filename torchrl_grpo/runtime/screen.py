@@ -1,7 +1,7 @@
 """Keeps what libraries print off the screen of a run and in its log file.
 
-Libraries print from C++ and from child processes too, so file descriptors 1 and 2 themselves lead to the log
-meanwhile. What the project prints goes to :func:`out` and :func:`err`.
+Libraries print from C++ and from child processes too, so inside :func:`libraries_to_log` file descriptors 1
+and 2 themselves lead to the log. What the project prints goes to :func:`out` and :func:`err`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def log_file() -> Path | None:
 
 @contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """Send records of the root logger, and what libraries print, to a file."""
+    """Send records of the root logger to a file, the one that :func:`libraries_to_log` takes by default."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"))
     root = logging.getLogger()
@@ -89,9 +89,9 @@ def log_to_file(path: Path) -> Iterator[None]:
 def libraries_to_log(path: Path | None = None) -> Iterator[None]:
     """Send whatever this process and its children print to a file.
 
-    On the screen remain :func:`out`, :func:`err` and warnings of this project. Where a handler of the root
-    logger shows records, so do those of this project and errors of libraries. An exception is raised once the
-    screen is back, below a line that names the file if something was written to it.
+    On the screen remain :func:`out`, :func:`err` and warnings of this project. If a handler of the root
+    logger shows records there, those of this project and errors of libraries remain too. An exception is
+    raised once the screen is back, below a line that names the file if something was written to it.
 
     Args:
         path: file to append to; by default that of the root logger. Without one, or without its folder on

@@ -12,14 +12,14 @@ _SEGMENTS = ("psm_", "vllm_dist_")
 
 
 def abandoned() -> set[str]:
-    """Return the names in shared memory that no process uses."""
+    """Return the names in shared memory that no process uses; those of other users count as unused."""
     # Semaphores of other programs come and go there, and are not mapped under their name.
     there = {path.name for path in ROOT.iterdir() if not path.name.startswith("sem.")}
     return there - {name for process in _processes() for name in _used(process)}
 
 
 def segments_of(group: int) -> set[str]:
-    """Return the names of the segments that the processes of a group use."""
+    """Return the names of the segments that the processes of a process group use."""
     members = (process for process in _processes() if _group_of(process) == group)
     return {name for process in members for name in _used(process) if name.startswith(_SEGMENTS)}
 

@@ -35,10 +35,11 @@ class SupervisedProcess:
     """A module in a process of its own.
 
     Args:
-        module: name of the module, which is run as ``python -m`` does. Its first argument is the number of a
-            socket to this process.
+        module: name of the module, which is run as ``python -m`` does. Its first argument is the file
+            descriptor of a socket to this process.
         arguments: further arguments.
-        environment: environment variables; None for those of this process. The process sees no GPU.
+        environment: environment variables; None for those of this process, without its own settings
+            (:mod:`~torchrl_grpo.runtime.own_variables`). The process sees no GPU.
 
     Attributes:
         socket: this end of the socket.
@@ -80,7 +81,7 @@ class SupervisedProcess:
         """End the process and everything that it has started. It may be called twice.
 
         Returns:
-            The exit code: that of the module's process, 128 and its number for a signal; None if the
+            The exit code of the module's process; for a signal, 128 plus its number. None if the
             supervisor is still at it, for example because much memory takes long to be freed.
         """
         self.begin_to_end()
@@ -91,7 +92,10 @@ class SupervisedProcess:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent, a process with one thread, ends."""
+    """Have the kernel kill this process when its parent ends.
+
+    The parent must have one thread: the kernel acts when the thread ends that has started this process.
+    """
     parent = os.getppid()
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -104,7 +108,7 @@ def adopt_orphans() -> None:
 
 
 def own_children() -> set[int]:
-    """Return the process ids of this process's children, orphans included; empty where nothing tells them."""
+    """Return the process ids of this process's children, orphans included; empty if unknown."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return {int(number) for number in file.read().split()}
@@ -148,7 +152,7 @@ def main(parent: int, number: int, module: str, arguments: Sequence[str]) -> Non
 
 
 def _wake_on_signals() -> tuple[int, int]:
-    """Return the ends of a pipe that has the number of each SIGCHLD and SIGTERM."""
+    """Return the ends, to read and to write, of a pipe that gets the number of each SIGCHLD and SIGTERM."""
     wake, wakes = os.pipe()
     for end in (wake, wakes):
         os.set_blocking(end, False)

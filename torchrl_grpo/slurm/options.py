@@ -22,7 +22,7 @@ _SET = {
 }
 # Seconds before the time limit at which a run saves itself, if there is time for that.
 USUAL_SIGNAL_S = 600
-# Slurm sends a signal up to this much too early, in seconds. A time limit is a number of minutes.
+# Seconds by which Slurm may send a signal too early. It also counts time limits in minutes.
 EARLY_S = 60
 # Time limits of sbatch without one.
 _UNLIMITED = ("infinite", "unlimited", "-1")
@@ -48,7 +48,7 @@ class SlurmOptions:
         setup: lines of shell that set up the environment.
         folder: folder for the folders of jobs, which all nodes see.
         start_seconds: seconds that servers, or nodes of Ray, have to come up.
-        template: template of the user's for the script; None for that of the layout.
+        template: the user's template of the script; None for the one of this project that fits.
     """
 
     nodes: int
@@ -170,7 +170,7 @@ def seconds_of(time: str) -> int | None:
         raise _bad("--time", time, "it is no time limit of Slurm", "90 (minutes), 24:00:00 or 2-12")
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
-    # Behind days, and of three numbers, the first counts hours. Otherwise it counts minutes.
+    # After days, and of three numbers, the first counts hours. Otherwise it counts minutes.
     if days is None and len(numbers) < 3:
         numbers.insert(0, 0)
     hours, minutes, seconds = (*numbers, 0, 0)[:3]

@@ -1,7 +1,7 @@
 """What ``dry_run=true`` does with the data: all that a run does with them before it loads the model.
 
-Data on the hub are not read, because a plan is also made where there is no network. Nor is the tokenizer of a
-model that is not in a folder of this machine.
+Data on the hub are read only if ``train.num_epochs`` needs their number, because a plan is also made where
+there is no network. The tokenizer of a model that is not in a folder of this machine is never read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrl_grpo.runtime import user_code
 
 
 def load_problems(cfg: Config) -> data.Problems | None:
-    """Load the problems of a run; None if they are on the hub and the plan does not need them.
+    """Load the problems of a run; None if they are not the user's own and the plan does not need them.
 
     Raises:
         UserError: the data are invalid.

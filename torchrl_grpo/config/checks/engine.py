@@ -1,7 +1,7 @@
-"""Checks of servers, and of ``inference_model.engine_args``.
+"""Checks of servers, the devices of an engine, the way of weights, and ``inference_model.engine_args``.
 
-Arguments that this project sets itself are refused. All others are passed to vLLM or SGLang unchanged, which
-checks their names when the engine starts.
+Arguments of an engine that this project sets itself are refused. All others are passed to vLLM or SGLang
+unchanged, which checks their names when the engine starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that differ between ``grpo.py`` and ``grpo-async.py``."""
+"""Checks that depend on the script, on when weights are published, or on the number of steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _check_sft(cfg: Config) -> None:
 
 
 def check_in_turn(cfg: Config) -> None:
-    """Check the requirements of ``grpo.py`` if its engines are workers, which allow a policy age of 0 only.
+    """Check what ``grpo.py`` requires if its engines have processes of their own: a policy age of 0, for one.
 
     Raises:
         ConfigError: keys contradict each other, or there are more workers than groups in a round.
@@ -144,7 +144,7 @@ def check_sleep(cfg: Config) -> None:
 def unreached(cfg: Config, problems: int | None = None) -> list[str]:
     """Return a sentence for each schedule that the run is too short for.
 
-    They are no errors, because a trial of a few steps has the schedules of the run that it tries.
+    They are no errors, because a short trial keeps the schedules of the long run that it tries out.
 
     Args:
         cfg: configuration from :func:`~torchrl_grpo.config.derived.with_total_turns`.

@@ -31,7 +31,15 @@ class BuildLaunch(Protocol):
         max_num_seqs: int,
         gpu_memory_utilization: float,
     ) -> Launch:
-        """Return it for the model ``source`` on ``device``."""
+        """Return it.
+
+        Args:
+            cfg: configuration of the run.
+            source: folder or hub name of the model.
+            device: device of the server.
+            max_num_seqs: largest number of responses that are decoded at a time.
+            gpu_memory_utilization: share of a GPU's memory.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class ServerKind:
     """One kind of server.
 
     Attributes:
-        engine: what is registered of it.
+        engine: its record in the table of engines.
         api: its routes.
         launch: function that returns how a server is started.
     """
@@ -52,7 +60,7 @@ class ServerKind:
 def _vllm(
     cfg: Config, source: str, device: torch.device, *, max_num_seqs: int, gpu_memory_utilization: float
 ) -> Launch:
-    # The same as in this process.
+    # The same options as those of an engine in the trainer's process.
     options = engine_options(cfg, device, max_num_seqs, gpu_memory_utilization)
     arguments = vllm_arguments(on_cpu=device.type == "cpu", **options)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):

@@ -49,7 +49,7 @@ def read_regular(path: Path | str, *, own: bool = False) -> bytes:
 
 
 def replace(path: Path, content: str) -> None:
-    """Write a file that may exist. A reader, a kill or a full disk leaves the old content or the new one.
+    """Write a file that may exist. Readers see the old content or the new one, whatever stops this.
 
     Raises:
         OSError: it cannot be written; the old content stays.
@@ -112,6 +112,10 @@ def own_folder(path: Path) -> Iterator[int]:
 class Folder:
     """A folder of this process, which is deleted with this object.
 
+    Attributes:
+        path: the folder.
+        close: function that deletes it earlier; it may be called twice.
+
     Args:
         parent: folder to create it in, e.g. ``/dev/shm``.
         prefix: beginning of its name.
@@ -147,12 +151,12 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
             lock = _open(_LOCK, os.O_RDWR, folder, own=True)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _empty(path, folder)
+                _delete_open(path, folder)
             finally:
                 os.close(lock)
 
 
-def _empty(path: Path, folder: int) -> None:
+def _delete_open(path: Path, folder: int) -> None:
     """Delete an open folder. Somebody may have exchanged it for another of the same name meanwhile."""
     for name in os.listdir(folder):
         if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -20,7 +20,7 @@ def socket_parent(room: int, usual: str | None = None) -> Path:
     Others can write there too: a socket must lie in a folder of its own, or have a name that nobody guesses.
 
     Args:
-        room: bytes that the path of a socket is longer than that of the folder.
+        room: bytes by which the path of a socket is longer than that of the folder.
         usual: folder to return if its path is short enough; None for that of temporary files.
 
     Raises:
