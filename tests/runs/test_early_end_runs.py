@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, TrainingStopped, WorkersLost
 from torchrl_grpo.training.evaluator import Evaluation, Evaluator
 from torchrl_grpo.training.session import Session
+from torchrl_grpo.training.state import Counters
 
 # Held-out values of steps 0, 2, 4 and so on.
 VALUES = (0.1, 0.3, 0.5, 0.4, 0.5, 0.45, 0.9, 0.2)
@@ -96,10 +99,102 @@ def test_a_killed_run_that_is_resumed_keeps_and_ends_like_the_uninterrupted_one(
         assert kept(folder) == [4, 10] and summary_of(folder) == summary_of(tmp_path / "whole")
 
 
+def patient(train: Runner) -> list[dict[str, Any]]:
+    """Run until patience ends, at step 10; the best value is that of step 4."""
+    return train(
+        "whole",
+        train__total_dialog_turns=STEPS * 16,
+        train__checkpoint_frequency=9,
+        checkpoint__keep=1,
+        train__keep_best=True,
+        train__patience=3,
+    )
+
+
+@pytest.mark.parametrize("last", [4, 6])
+def test_an_evaluation_after_lost_workers_counts_however_often_the_run_is_resumed(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    whole, folder = patient(train), tmp_path / "run"
+    evaluate, log = Session.evaluate, Session.log
+
+    def losing(self: Session) -> dict[str, float]:
+        if self.counters.step == last:
+            raise WorkersLost("device lost")
+        return evaluate(self)
+
+    def dying(self: Session, metrics: dict[str, float]) -> None:
+        log(self, metrics)
+        if self.counters.step == last + 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "evaluate", losing)
+    with pytest.raises(WorkersLost):
+        train("run")
+    monkeypatch.setattr(Session, "evaluate", evaluate)
+    monkeypatch.setattr(Session, "log", dying)
+    with pytest.raises(KeyboardInterrupt):
+        train("run", resume="auto")
+    monkeypatch.setattr(Session, "log", log)
+    assert train("run", resume="auto") == whole
+    assert kept(folder) == [4, 10] and summary_of(folder) == summary_of(tmp_path / "whole")
+
+
+def test_an_evaluation_is_counted_once_after_the_folder_was_deleted(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, folder = patient(train), tmp_path / "run"
+    evaluate = Session.evaluate
+
+    def deleting(self: Session) -> dict[str, float]:
+        if self.counters.step == 6:
+            shutil.rmtree(folder)
+        return evaluate(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "evaluate", deleting)
+        with pytest.raises(TrainingStopped, match="what was trained is now in"):
+            train("run")
+    capsys.readouterr()
+    assert train("run", resume="auto") == [line for line in whole if line["step"] >= 6]
+    assert summary_of(folder) == summary_of(tmp_path / "whole")
+    # The checkpoint of the best value was deleted too.
+    assert "best held-out      0.500   at step 4, whose checkpoint is not there" in capsys.readouterr().out
+
+
+def test_a_run_that_is_good_enough_before_training_ends_with_its_model(
+    train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert [line["step"] for line in train("run", train__stop_at=0.1)] == [0]
+    assert summary_of(folder) == [0, 0, "train.stop_at=0.1"]
+    assert (folder / "checkpoints/0/model/config.json").is_file()
+    capsys.readouterr()
+    train("run", resume="auto")
+    assert "after step 0 of 0; it has already ended" in capsys.readouterr().err
+    assert [line["step"] for line in train("run", train__stop_at=0.3)] == [0, 1, 2]
+
+
+def test_a_run_that_has_taken_all_its_steps_was_not_ended_by_a_setting(train: Runner, tmp_path: Path) -> None:
+    train("run", train__stop_at=0.5, train__patience=1)
+    assert summary_of(tmp_path / "run") == [4, 4, None]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_value_that_is_no_number_is_never_the_best(value: float) -> None:
+    counters = Counters()
+    counters.take_held_out(value)
+    assert counters.best_value is None and counters.evaluations_since_best == 1
+    for step, later in enumerate((-3.0, value, -2.0), start=1):
+        counters.step = step
+        counters.take_held_out(later)
+    assert (counters.best_value, counters.best_step, counters.evaluations_since_best) == (-2.0, 3, 0)
+
+
 def test_a_run_ends_with_a_value_that_is_good_enough_and_goes_on_for_a_better_one(
     train: Runner, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longest = train("longest", train__total_dialog_turns=STEPS * 16)
+    longest = train("longest", train__total_dialog_turns=(STEPS + 2) * 16)
     assert train("run", train__stop_at=0.5) == longest[:5]
     assert "4   in 0 min" in (end := capsys.readouterr().out) and "; train.stop_at=0.5 ended the run" in end
     assert summary_of(tmp_path / "run") == [4, 4, "train.stop_at=0.5"]
@@ -109,7 +204,7 @@ def test_a_run_ends_with_a_value_that_is_good_enough_and_goes_on_for_a_better_on
     assert (folder / "summary.json").read_bytes() == before, "it has ended"
     # Where it ends may change, as it changes no step.
     resumed = train("run", resume="auto", train__stop_at=0.9)
-    assert resumed[:-1] == longest[:-1] and resumed[-1]["step"] == 12
+    assert resumed == longest[:13]
     assert summary_of(tmp_path / "run") == [12, 12, "train.stop_at=0.9"]
 
 

@@ -160,7 +160,11 @@ def closing_words(
         lines.append(f"  graded by          {entries['grader']}")
     if kept_best and entries["best_value"] is not None:
         step = entries["best_step"]
-        where = f"at step {step}, kept in checkpoints/{step}" if step else "before training"
+        where = f"at step {step}" if step else "before training"
+        if (folder / f"checkpoints/{step}").is_dir():
+            where += f", kept in checkpoints/{step}"
+        elif step:
+            where += ", whose checkpoint is not there"
         best = -entries["best_value"] if kind == "loss" else entries["best_value"]
         lines.append(f"  best held-out      {best:.3f}   {where}")
     minutes, seconds = divmod(round(entries["seconds"]), 60)

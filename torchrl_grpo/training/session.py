@@ -224,10 +224,17 @@ class Session:
             self.counters.primary_before = metrics.get("eval/primary")
             self.counters.loss_before = metrics.get("eval/loss")
             self.log(metrics)
+            if self.is_finished():
+                # The run ends here, and ends with a checkpoint as after any other step.
+                self.save()
         if self.state.unlogged and not logged:
             # The run lost its workers after this step, before the step's metrics were written.
             evaluation = self.evaluate() if self.schedule.is_evaluation_due(step) else {}
             self.log({**self.state.unlogged, **evaluation})
+            if evaluation:
+                # The checkpoint of this step does not count the evaluation yet, and a logged one is not
+                # repeated.
+                self.save()
         self.outputs.progress.start()
         self.parts.collector.start()
 
@@ -300,8 +307,10 @@ class Session:
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def ended_by(self) -> str | None:
-        """Return the setting by which the held-out value ends the run now; None if none does."""
+        """Return the setting by which the held-out value ends the run before its last step, or None."""
         counters = self.counters
+        if self.schedule.is_finished(counters.step):
+            return None
         return early_end.ended_by(self.cfg.train, counters.best_value, counters.evaluations_since_best)
 
     def is_finished(self) -> bool:

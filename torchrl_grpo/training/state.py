@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import asdict, dataclass, field
@@ -42,9 +43,10 @@ class Counters:
         any_signal: whether the rewards of any group differed.
         peak_memory_gib: largest resident memory of the run's earlier processes, before it was resumed.
         peak_cuda_gib: largest GPU memory of the run's earlier processes.
-        best_value: best held-out value; None before the first evaluation.
+        best_value: best held-out value; None as long as no evaluation gave a number.
         best_step: step of the first evaluation with this value.
         evaluations_since_best: number of evaluations after it.
+        evaluated_step: step of the last evaluation that was counted; None before the first one.
     """
 
     step: int = 0
@@ -62,10 +64,17 @@ class Counters:
     best_value: float | None = None
     best_step: int = 0
     evaluations_since_best: int = 0
+    evaluated_step: int | None = None
 
     def take_held_out(self, value: float) -> None:
-        """Count an evaluation of the current step."""
-        if self.best_value is None or value > self.best_value:
+        """Count an evaluation of the current step, unless it was counted before the run was resumed.
+
+        A value that is no number, such as the loss of a model that has diverged, is never the best.
+        """
+        if self.evaluated_step == self.step:
+            return
+        self.evaluated_step = self.step
+        if math.isfinite(value) and (self.best_value is None or value > self.best_value):
             self.best_value, self.best_step, self.evaluations_since_best = value, self.step, 0
         else:
             self.evaluations_since_best += 1
