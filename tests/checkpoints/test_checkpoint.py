@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype, OverlongPrompts
@@ -526,8 +527,8 @@ def test_another_configuration_is_refused_with_key_and_both_values(
         checkpoint.check_same_run(folder, changed)
     message = str(caught.value)
     name, now = (f"{section}.{key}", value) if value != {"max_terms": 3} else ("env.task_args.max_terms", 3)
-    assert f"{name}={now}" in message
-    assert f"{name}={before if value != {'max_terms': 3} else None}" in message
+    assert f"{name}={show(now)}" in message
+    assert f"{name}={show(before if value != {'max_terms': 3} else None)}" in message
     assert f"model.name={folder / 'model'}" in message
     # A folder of adapters is no model that a run could start from.
     (folder / "model/adapter_config.json").write_text("{}")

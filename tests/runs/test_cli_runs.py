@@ -350,6 +350,24 @@ def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Pat
     assert f"(its command was {words})" in str(raised.value)
 
 
+def test_the_command_that_continues_a_run_has_the_words_of_its_last_resumption(workplace: Path) -> None:
+    folder = workplace / "run"
+    cfg = started(folder, "optimizer.lr=2e-5")
+    first = "grpo.py --config-name=grpo_gsm8k optimizer.lr=2e-5"
+    for number in range(1, 12):
+        assert call("optimizer.lr=2e-5", f"checkpoint.keep={number}", f"resume={folder}") == 0
+    assert checkpoint.how_to_continue(folder).endswith(f" {first} checkpoint.keep=11 resume={folder}")
+    # What must not change is what the run was started with.
+    assert run_folder.launch_command(folder) == first
+    cfg.policy.kl_target = 0.5
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.check_same_run(folder / "checkpoints" / "4", cfg)
+    assert str(raised.value).startswith(
+        f"policy.kl_target=0.5: the run in {folder} was started with policy.kl_target=null "
+        f"(its command was {first}); "
+    )
+
+
 def test_the_folder_of_further_configurations_belongs_to_the_words(workplace: Path) -> None:
     (workplace / "mine").mkdir()
     (workplace / "mine" / "my_run.yaml").write_text("defaults: [grpo_gsm8k, _self_]\noptimizer: {lr: 3e-5}\n")

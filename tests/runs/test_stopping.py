@@ -104,7 +104,9 @@ def test_auto_or_new_starts_a_run_and_then_continues_it(workplace: Path) -> None
     ]
     assert (workplace / "run/.hydra/resume-1/overrides.yaml").is_file()
     # Whoever continues it by hand adds resume= to these words.
-    assert run_folder.launch_command(workplace / "run") == "grpo.py --config-name=grpo_gsm8k"
+    for resumed in (False, True):
+        command = run_folder.launch_command(workplace / "run", resumed=resumed)
+        assert command == "grpo.py --config-name=grpo_gsm8k"
 
 
 def test_a_run_of_another_process_is_not_set_aside(

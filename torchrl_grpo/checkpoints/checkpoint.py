@@ -29,6 +29,7 @@ from torchrl_grpo.checkpoints.run_dir import MANIFEST, is_step, launch_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.derived import HELD_OUT
+from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
@@ -265,7 +266,7 @@ def how_to_continue(run_dir: Path) -> str:
     folder = run_dir.resolve()
     if not _step_dirs(folder / "checkpoints"):
         return f"{folder} has no checkpoint yet to continue from"
-    if command := launch_command(folder, f"resume={quote_if_needed(str(folder))}"):
+    if command := launch_command(folder, f"resume={quote_if_needed(str(folder))}", resumed=True):
         return f"this command continues from its last checkpoint: {command}"
     return (
         f"resume={folder} continues from its last checkpoint; repeat the arguments of the original command, "
@@ -335,7 +336,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
             run_dir = folder.parent.parent
             command = f" (its command was {known})" if (known := launch_command(run_dir)) else ""
             raise CheckpointError(
-                f"{key}={now}: the run in {run_dir} was started with {key}={before}{command}; "
+                f"{key}={show(now)}: the run in {run_dir} was started with {key}={show(before)}{command}; "
                 f"resume with that, or start a new run from its weights {_from_weights(folder)}"
             )
 

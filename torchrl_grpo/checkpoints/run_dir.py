@@ -28,6 +28,8 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 # Value of ``resume`` that continues the run of ``hydra.run.dir``, or starts it.
 AUTO_OR_NEW = "auto_or_new"
+# Beginning of the name of the record of a resumption, before its number.
+_RESUMED = "resume-"
 # Hydra settings that a resumed run must not repeat: its folders, and those that this project's command line
 # sets by itself.
 _NOT_REPEATED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
@@ -201,14 +203,19 @@ def public_command(run_dir: Path) -> str:
         return ""
 
 
-def launch_command(run_dir: Path, *more: str) -> str:
+def launch_command(run_dir: Path, *more: str, resumed: bool = False) -> str:
     """Return the command that started a run, from Hydra's record; empty without a record.
 
     Args:
         run_dir: folder of the run.
         more: arguments to add.
+        resumed: whether to take the command of the last resumption, if there was one. Its overrides may
+            differ from those of the first start.
     """
     record = run_dir / ".hydra"
+    numbers = [path.name.removeprefix(_RESUMED) for path in record.glob(f"{_RESUMED}*")]
+    if resumed and (resumptions := [int(number) for number in numbers if is_step(number)]):
+        record /= f"{_RESUMED}{max(resumptions)}"
     try:
         hydra = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]
         command = [*program(hydra["job"]["name"]), f"--config-name={hydra['job']['config_name']}"]
@@ -264,9 +271,9 @@ class ResumeRecord:
         self._run_dir = run_dir
         self._before = self._results()
         number = 1
-        while (run_dir / ".hydra" / f"resume-{number}").exists():
+        while (run_dir / ".hydra" / f"{_RESUMED}{number}").exists():
             number += 1
-        self.name = f".hydra/resume-{number}"
+        self.name = f".hydra/{_RESUMED}{number}"
 
     def undo(self) -> None:
         """Remove the record, unless the run has written anything since.
