@@ -44,14 +44,46 @@ def test_a_model_that_cannot_be_uploaded_is_kept_and_the_command_is_said(
     cfg.hub.push, hub.fails = "org/name", True
     (checkpoint / "model").mkdir(parents=True)
     (checkpoint / "model/config.json").write_text("{}")
-    hub_upload.upload(cfg, checkpoint)
+    hub_upload.upload(cfg, tmp_path / "checkpoints", 2)
     assert f"hf upload org/name {checkpoint}/model . --private\n" in capsys.readouterr().err
     # A merged model is whole.
     (checkpoint / "merged").mkdir()
     (checkpoint / "merged/config.json").write_text("{}")
     hub.fails = False
-    hub_upload.upload(cfg, checkpoint)
+    hub_upload.upload(cfg, tmp_path / "checkpoints", 2)
     assert hub.files == {"config.json": b"{}"} and "merged" in capsys.readouterr().out
+
+
+def test_the_best_model_is_uploaded_if_it_is_kept(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg, checkpoints = Config(), tmp_path / "checkpoints"
+    cfg.hub.push = "org/name"
+    for step in (2, 4):
+        (checkpoints / str(step) / "model").mkdir(parents=True)
+        (checkpoints / str(step) / "model/config.json").write_text(str(step))
+    last, best = (4, "the last step"), (2, "the best held-out value")
+    # Before training, there was no checkpoint.
+    for keeps, best_step, (step, which) in (
+        (False, 2, last),
+        (True, 2, best),
+        (True, 0, last),
+        (True, None, last),
+    ):
+        cfg.train.keep_best = keeps
+        hub_upload.upload(cfg, checkpoints, 4, best_step)
+        assert hub.files["config.json"] == str(step).encode()
+        said = f"Uploaded {checkpoints}/{step}/model, the model of {which}, to {hub.endpoint}/org/name\n"
+        assert said in capsys.readouterr().out
+
+
+def test_no_repository_is_made_for_a_model_that_is_not_there(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = Config()
+    cfg.hub.push = "org/name"
+    hub_upload.upload(cfg, tmp_path / "checkpoints", 2)
+    assert not hub.created and "warning: hub.push=org/name: the model could not" in capsys.readouterr().err
 
 
 def test_weights_of_an_earlier_model_do_not_stay_beside_those_of_this_one(
@@ -63,7 +95,7 @@ def test_weights_of_an_earlier_model_do_not_stay_beside_those_of_this_one(
     hub.files |= stale
     (checkpoint / "model").mkdir(parents=True)
     (checkpoint / "model/model-00001-of-00001.safetensors").write_bytes(b"new")
-    hub_upload.upload(cfg, checkpoint)
+    hub_upload.upload(cfg, tmp_path / "checkpoints", 2)
     assert hub.files == {"model-00001-of-00001.safetensors": b"new", "logo.png": b"mine"}
 
 

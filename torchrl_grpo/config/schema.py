@@ -317,8 +317,8 @@ class HubConfig:
 
     push: str | None = key(
         None,
-        "Repository ORG/NAME that gets the model of the last checkpoint with its card, when the run has "
-        "ended; null uploads nothing.",
+        "Repository ORG/NAME that gets the model of the last checkpoint, or of the best one with "
+        "train.keep_best, with its card, when the run has ended; null uploads nothing.",
     )
     private: bool = key(
         True, "Make that repository a private one, if it does not exist.", only_with="hub.push"

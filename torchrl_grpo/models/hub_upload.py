@@ -38,18 +38,30 @@ def check(cfg: Config) -> None:
         raise bad_value(key, name, f"the hub refuses the token ({first_line(error)})", fix) from error
 
 
-def upload(cfg: Config, checkpoint: Path) -> None:
+def upload(cfg: Config, checkpoints: Path, last_step: int, best_step: int | None = None) -> None:
     """Upload the model of a checkpoint: the merged one if there is one.
 
     A model that cannot be uploaded is not lost, so a line says how to do it later.
+
+    Args:
+        cfg: configuration of the run.
+        checkpoints: folder of the run's checkpoints.
+        last_step: step of the last checkpoint.
+        best_step: step with the best held-out value, whose checkpoint is taken if ``train.keep_best`` has
+            kept one; None without evaluations.
     """
     if cfg.hub.push is None:
         return
     from huggingface_hub import HfApi
 
+    checkpoint, which = checkpoints / str(last_step), "the last step"
+    if cfg.train.keep_best and (checkpoints / str(best_step)).is_dir():
+        checkpoint, which = checkpoints / str(best_step), "the best held-out value"
     merged = checkpoint / "merged"
     folder = merged if merged.is_dir() else checkpoint / "model"
     try:
+        # This fails for a missing folder before a repository is made, which would stay empty.
+        folder.stat()
         url = HfApi().create_repo(cfg.hub.push, private=cfg.hub.private, exist_ok=True)
         HfApi().upload_folder(
             repo_id=cfg.hub.push,
@@ -66,4 +78,4 @@ def upload(cfg: Config, checkpoint: Path) -> None:
             f"command uploads it: {command}"
         )
         return
-    sys.stdout.write(f"Uploaded {folder} to {url}\n")
+    sys.stdout.write(f"Uploaded {folder}, the model of {which}, to {url}\n")

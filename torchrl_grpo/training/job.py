@@ -153,7 +153,8 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
         for sentence in schedule.unreached(with_total_turns(cfg, len(problems.train)), len(problems.train)):
             sys.stderr.write(f"warning: {sentence}\n")
         summary = _prepare_and_train(cfg, run_dir, problems, resume_from=resume_from, plan=plan)
-        hub_upload.upload(cfg, run_dir / "checkpoints" / str(summary["steps"]))
+        # Summaries of older versions have no best_step.
+        hub_upload.upload(cfg, run_dir / "checkpoints", summary["steps"], summary.get("best_step"))
         return summary
 
 
