@@ -62,13 +62,22 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class _Lines:
     """An append-only file of JSON objects, each of which starts with its step."""
 
-    def __init__(self, path: Path, resume_step: int | None) -> None:
+    def __init__(self, path: Path, resume_step: int | None, are_read: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.last_step: int | None = None
+        # Whether the run reads the lines again.
+        self._are_read = are_read
         # Number of lines of each step that a resumed run keeps.
         self.kept: Counter[int] = Counter()
         self._existed = path.exists()
@@ -98,6 +107,11 @@ class _Lines:
                     )
                 if int(match[1]) > resume_step:
                     break
+                if self._are_read and not _is_object(line):
+                    raise CheckpointError(
+                        f"{self.path}: line {number} is damaged: {line[:60]!r} is not JSON of one step; repair "
+                        "or remove the line, then resume again."
+                    )
                 self.last_step = int(match[1])
                 self.kept[self.last_step] += 1
                 keep += len(line)
@@ -158,7 +172,7 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> None:
-        self._lines = _Lines(Path(run_dir) / METRICS, resume_step)
+        self._lines = _Lines(Path(run_dir) / METRICS, resume_step, are_read=True)
         self.path = self._lines.path
 
     @property
