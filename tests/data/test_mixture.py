@@ -14,6 +14,7 @@ from torchrl_grpo import data
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.mixture import mixture_parts
+from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.identity import question_key
 from torchrl_grpo.data.mixture import Mixture
@@ -93,6 +94,7 @@ def config(tmp_path: Path, *parts: dict[str, Any]) -> Config:
             "name": "hard",
             "dataset": "jsonl",
             "data_path": str(tmp_path / "hard.jsonl"),
+            "answer_format": "tags",
             "reward": {"weights": {"exact_match": 2.0, "format": 0.5}},
         },
     ]
@@ -112,6 +114,27 @@ def test_each_part_has_its_prompts_and_its_held_out_problems(tmp_path: Path) -> 
     ]
     assert len(hard.messages) == 1 and "<answer>" in hard.messages[0]["content"]
     assert [weight for weight, _ in found.training_sets] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("dataset", ["jsonl", "rows.py:problems"])
+def test_own_data_in_a_mixture_keeps_its_prompt_unless_tags_are_asked_for(
+    tmp_path: Path, dataset: str
+) -> None:
+    (tmp_path / "rows.py").write_text(
+        'def problems():\n    return [{"question": f"easy {n}?", "answer": str(n)} for n in range(20)]\n'
+    )
+    own: dict[str, Any] = {"dataset": dataset.replace("rows", f"{tmp_path}/rows")}
+    if dataset == "jsonl":
+        own["data_path"] = str(tmp_path / "easy.jsonl")
+    sums = {"dataset": "reasoning_gym", "task": "chain_sum"}
+    parts = [own | {"name": "plain"}, own | {"name": "tags", "answer_format": "tags"}, sums]
+    cfg = config(tmp_path, *parts)
+    found = [problems.train[0].messages[0]["content"] for problems in data.load(cfg).problems]  # type: ignore[attr-defined]
+    plain, *others = ("<answer>" not in content for content in found)
+    assert plain and not any(others)
+    assert found[0].startswith("easy ") and found[0].endswith("?")
+    cfg.env.answer_format = AnswerFormat.equation
+    assert [part.cfg.env.answer_format for part in mixture_parts(cfg)] == ["equation", "tags", "equation"]
 
 
 def test_no_part_trains_on_what_another_part_holds_out(tmp_path: Path) -> None:

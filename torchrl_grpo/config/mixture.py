@@ -7,8 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.schema import Config, EnvConfig, RewardConfig
+from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.errors import ConfigError
 
 # Keys of a data set. A part that does not write one has its default, and not the value of the whole run.
@@ -75,6 +77,10 @@ def _part(cfg: Config, entry: Any, key: str) -> MixturePart:
     start = {name: getattr(EnvConfig(), name) for name in OF_A_DATASET}
     base = {**vars(cfg.env), **start, "mixture": []}
     env = _typed(EnvConfig, base, {name: entry[name] for name in entry if name in _SHARED}, key)
+    is_own = dataset_kind(env.dataset) == "jsonl" and "answer_format" not in entry
+    if is_own and env.answer_format == AnswerFormat.tags:
+        # One's own data keeps its prompt as it is, unless the part asks for tags.
+        env.answer_format = AnswerFormat.plain
     reward = entry.get("reward", {})
     if not isinstance(reward, dict):
         raise ConfigError(
