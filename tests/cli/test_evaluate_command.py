@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.cli.evaluate import main
 from torchrl_grpo.config import Config
-from torchrl_grpo.observe.stats import paired_interval
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.observe.evaluation_files import Measured, difference, lm_eval
+from torchrl_grpo.observe.stats import mean_interval, paired_interval
+from torchrl_grpo.training import job
 
 
 def evaluate(folder: Path, *words: str | Path) -> dict[str, Any]:
@@ -85,6 +89,32 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "evaluations").exists()
 
 
+def test_the_first_result_is_kept_if_the_second_model_fails(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measure(cfg: Config, checkpoint: Path | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        if cfg.model.name != str(tiny_model_dir):
+            raise ModelError("it cannot be loaded")
+        metrics = {"eval/accuracy": 0.25, "eval/accuracy_low": 0.1, "eval/accuracy_high": 0.5}
+        # Two responses to each problem.
+        rows = [{"id": str(at // 2), "grade": float(at < 2)} for at in range(8)]
+        return {**metrics, "eval/num_problems": 4}, rows
+
+    monkeypatch.setattr(job, "evaluate_problems", measure)
+    other = shutil.copytree(tiny_model_dir, tmp_path / "other")
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(tmp_path / "both", tiny_model_dir, "--against", other, "inference_model.max_model_len=512")
+    output = capsys.readouterr()
+    assert stopped.value.code == 2 and output.err.endswith("error: it cannot be loaded\n")
+    assert "held-out accuracy, 4 problems\n  0.250   (95 % interval 0.100 to 0.500)" in output.out
+    (results,) = json.loads((tmp_path / "both/evaluation.json").read_text())["models"].values()
+    assert results["value"] == 0.25
+    assert len((tmp_path / "both/responses.jsonl").read_text().splitlines()) == 8
+
+
 def test_the_interval_of_a_paired_difference() -> None:
     # Agresti and Min (2005) for 10 gained, 2 lost of 50: the mean difference with half a pair more in
     # each of the four cases, and 1.96 of its standard errors.
@@ -97,3 +127,37 @@ def test_the_interval_of_a_paired_difference() -> None:
     assert mean == 0.0 and -0.15 < low < 0.0 < high < 0.15
     mean, (low, high) = paired_interval([(0.5, 0.2), (0.6, 0.4), (0.9, 0.5)])
     assert mean == pytest.approx(0.3) and low < 0.3 < high
+
+
+def of_losses(name: str, rows: list[tuple[float, int]]) -> Measured:
+    loss = sum(grade * tokens for grade, tokens in rows) / sum(tokens for _, tokens in rows)
+    problems = [{"id": str(at), "grade": grade, "tokens": tokens} for at, (grade, tokens) in enumerate(rows)]
+    return Measured(name, {"eval/loss": loss, "eval/num_problems": len(rows)}, problems)
+
+
+def test_losses_and_their_difference_are_per_token() -> None:
+    # The second model is better on the long solution, and worse on the three short ones.
+    first = of_losses("first", [(2.0, 1), (2.0, 1), (2.2, 1), (1.0, 97)])
+    second = of_losses("second", [(1.0, 1), (1.1, 1), (1.0, 1), (1.5, 97)])
+    mean, (low, high) = difference(first, second)
+    assert mean == pytest.approx(first.primary[0] - second.primary[0]) and low < mean < high
+    assert mean == pytest.approx((1.0 + 0.9 + 1.2 - 0.5 * 97) / 100)
+    value, bounds = first.primary
+    assert bounds is not None and bounds[0] < value < bounds[1]
+    # Losses that are equal leave no doubt of their mean, however many tokens they have.
+    assert mean_interval([1.0, 1.0], [3, 9]) == (1.0, 1.0)
+
+
+def test_a_problem_with_several_responses_counts_once() -> None:
+    grades = {"a": [1.0, 1.0, 0.0, 1.0], "b": [0.0, 0.0, 0.0, 1.0], "c": [1.0] * 4}
+    rows = [{"id": id, "grade": grade} for id, values in grades.items() for grade in values]
+    metrics = {"eval/accuracy": 2 / 3, "eval/accuracy_low": 0.2, "eval/accuracy_high": 0.9}
+    model = Measured("model", {**metrics, "eval/num_problems": 3}, rows)
+    worse = Measured("worse", model.metrics, [{**row, "grade": 0.0} for row in rows])
+    assert model.num_problems == 3
+    entries = lm_eval("task", {}, model)
+    assert entries["n-samples"] == {"task": {"original": 3, "effective": 3}}
+    deviation = math.sqrt(sum((value - 2 / 3) ** 2 for value in (0.75, 0.25, 1.0)) / 2 / 3)
+    assert entries["results"]["task"]["acc_stderr,none"] == pytest.approx(deviation)
+    mean, (low, high) = difference(model, worse)
+    assert mean == pytest.approx(2 / 3) and high - mean == pytest.approx(1.96 * deviation, rel=1e-3)

@@ -115,6 +115,7 @@ def test_without_answers_the_loss_of_held_out_solutions_is_measured(
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         losses.append(F.cross_entropy(logits, torch.tensor(answer), reduction="none"))
         assert row["grade"] == pytest.approx(losses[-1].mean().item(), rel=1e-5)
+        assert row["tokens"] == len(answer)
     assert whole[0]["eval/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     assert whole[-1]["eval/loss"] < whole[0]["eval/loss"] and "eval/accuracy" not in whole[-1]
     train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)

@@ -55,10 +55,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 shape.check_available(each.model)
                 kind.check_kind(each.model)
             folder = new_folder(args.output or Path(time.strftime("evaluations/%Y-%m-%d/%H-%M-%S")))
-            with screen.log_to_file(folder / "eval.log"):
-                measured = [_measure(each, model) for each, model in zip(configs, models, strict=True)]
-        evaluation_files.write(folder, cfg.env.dataset, public_config(cfg), measured)
-        sys.stdout.write(f"{_table(measured)}\nWritten to {folder.resolve()}\n")
+            measured: list[Measured] = []
+            try:
+                with screen.log_to_file(folder / "eval.log"):
+                    for each, model in zip(configs, models, strict=True):
+                        measured.append(_measure(each, model))
+                        # The first result is not lost if the second model fails.
+                        evaluation_files.write(folder, cfg.env.dataset, public_config(cfg), measured)
+            finally:
+                if measured:
+                    sys.stdout.write(f"{_table(measured)}\nWritten to {folder.resolve()}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,7 +130,7 @@ def _measure(cfg: Config, model: ModelArgument) -> Measured:
 def _table(models: Sequence[Measured]) -> str:
     kinds = {"eval/accuracy": "accuracy", "eval/primary": "reward", "eval/loss": "loss"}
     what = next(kind for name, kind in kinds.items() if name in models[0].metrics)
-    lines = ["", f"held-out {what}, {len(models[0].rows)} problems"]
+    lines = ["", f"held-out {what}, {models[0].num_problems} problems"]
     for model in models:
         value, bounds = model.primary
         lines.append(f"  {value:.3f}   {_interval(bounds, '')}   {model.name}")

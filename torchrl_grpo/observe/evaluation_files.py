@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.observe.metrics import jsonable
-from torchrl_grpo.observe.stats import paired_interval
+from torchrl_grpo.observe.stats import mean_interval, paired_interval
 from torchrl_grpo.runtime.package_versions import versions
 
 RESULTS, RESPONSES, LM_EVAL = "evaluation.json", "responses.jsonl", "lm_eval.json"
@@ -24,7 +24,8 @@ class Measured:
     Attributes:
         name: what the user wrote.
         metrics: the metrics ``eval/*``.
-        rows: a mapping for each held-out problem, with ``id`` and ``grade``.
+        rows: a mapping for each response to a held-out problem, with ``id`` and ``grade``. Where ``grade``
+            is the loss of a solution, ``tokens`` is its number of tokens.
     """
 
     name: str
@@ -33,27 +34,44 @@ class Measured:
 
     @property
     def primary(self) -> tuple[float, tuple[float, float] | None]:
-        """Accuracy, or the mean of what grades, with its 95 % interval; or the loss of solutions."""
+        """Accuracy, or the mean of what grades, or the loss of solutions per token; with its 95 % interval."""
         names = ("eval/accuracy", "eval/primary", "eval/loss")
         name = next(name for name in names if name in self.metrics)
+        if name == "eval/loss":
+            return self.metrics[name], mean_interval(*zip(*_by_problem(self).values(), strict=True))
         bounds = [self.metrics.get(f"{name}_{end}") for end in ("low", "high")]
         low, high = bounds
         return self.metrics[name], None if low is None or high is None else (low, high)
 
+    @property
+    def num_problems(self) -> int:
+        """Number of held-out problems, which may have several responses each."""
+        return int(self.metrics["eval/num_problems"])
+
 
 def difference(model: Measured, other: Measured) -> tuple[float, tuple[float, float]]:
-    """Return the mean difference of two models on the same problems, and its paired 95 % interval."""
-    grades = [_by_problem(each) for each in (model, other)]
-    assert grades[0].keys() == grades[1].keys(), "the problems are those of one configuration"
-    return paired_interval([(grades[0][id], grades[1][id]) for id in grades[0]])
+    """Return the difference of two models on the same problems, and its paired 95 % interval.
+
+    Problems count alike. Losses are per token, as those of the models: a problem counts by its tokens.
+    """
+    results = [_by_problem(each) for each in (model, other)]
+    assert results[0].keys() == results[1].keys(), "the problems are those of one configuration"
+    paired = [[each[id] for each in results] for id in results[0]]
+    return paired_interval(
+        [(first[0], second[0]) for first, second in paired],
+        [(first[1], second[1]) for first, second in paired],
+    )
 
 
-def _by_problem(model: Measured) -> dict[str, float]:
-    """Return the mean grade of each problem, which may have several responses."""
+def _by_problem(model: Measured) -> dict[str, tuple[float, float]]:
+    """Return the mean grade of each problem, which may have several responses, and its weight."""
     grades: dict[str, list[float]] = {}
+    tokens: dict[str, float] = {}
     for row in model.rows:
         grades.setdefault(row["id"], []).append(row["grade"])
-    return {id: sum(values) / len(values) for id, values in grades.items()}
+        # The loss of a solution is a mean over its tokens.
+        tokens[row["id"]] = row.get("tokens", 1)
+    return {id: (sum(values) / len(values), tokens[id]) for id, values in grades.items()}
 
 
 def write(folder: Path, task: str, config: Mapping[str, Any], models: Sequence[Measured]) -> None:
@@ -82,7 +100,7 @@ def write(folder: Path, task: str, config: Mapping[str, Any], models: Sequence[M
 
 def lm_eval(task: str, config: Mapping[str, Any], model: Measured) -> dict[str, Any]:
     """Return the results of a model as ``lm_eval --output_path`` writes them."""
-    count = len(model.rows)
+    count = model.num_problems
     results: dict[str, Any] = {"alias": task}
     for name, value in model.metrics.items():
         short = name.removeprefix("eval/")
@@ -109,7 +127,7 @@ def lm_eval(task: str, config: Mapping[str, Any], model: Measured) -> dict[str, 
 
 
 def _standard_error(model: Measured) -> float | str:
-    values = list(_by_problem(model).values())
+    values = [grade for grade, _ in _by_problem(model).values()]
     if len(values) < 2:
         return "N/A"
     mean = sum(values) / len(values)

@@ -46,41 +46,63 @@ def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
     return low, high
 
 
-def paired_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
-    """Return the mean difference of pairs, first minus second, and its 95 % interval.
+def paired_interval(
+    pairs: Sequence[tuple[float, float]], weights: Sequence[tuple[float, float]] = ()
+) -> tuple[float, tuple[float, float]]:
+    """Return the difference of the means of pairs, first minus second, and its 95 % interval.
 
-    If all values are 0 or 1, the interval is that of Agresti and Min (2005), which adds half a pair to each
-    of the four cases: it is not empty where all pairs agree. Otherwise it is the mean plus or minus 1.96
-    standard errors.
+    If all values are 0 or 1 and count alike, the interval is that of Agresti and Min (2005), which adds half a pair to each
+    of the four cases: it is not empty where all pairs agree. Otherwise it is the difference plus or minus
+    1.96 standard errors, over pairs.
 
     Args:
         pairs: results of two models on the same problems, at least one.
+        weights: weights of the results in the two means, such as numbers of tokens; equal by default.
     """
     n = len(pairs)
-    mean = sum(first - second for first, second in pairs) / n
-    differences = [first - second for first, second in pairs]
-    if all(value in (0.0, 1.0) for pair in pairs for value in pair):
+    values = zip(*pairs, strict=True)
+    of_models = zip(*(weights or [(1.0, 1.0)] * n), strict=True)
+    (first, first_parts), (second, second_parts) = map(_deviations, values, of_models)
+    mean = first - second
+    if {*weights} <= {(1, 1)} and all(value in (0.0, 1.0) for pair in pairs for value in pair):
+        differences = [a - b for a, b in pairs]
         gained, lost = differences.count(1.0) + 0.5, differences.count(-1.0) + 0.5
         center, size = (gained - lost) / (n + 2), n + 2
         half = Z_95 * math.sqrt((gained + lost) / size - center**2) / math.sqrt(size)
         return mean, (max(-1.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
     if n == 1:
         return mean, (-math.inf, math.inf)
-    variance = sum((value - mean) ** 2 for value in differences) / (n - 1)
+    variance = sum((a - b) ** 2 for a, b in zip(first_parts, second_parts, strict=True)) / (n - 1)
     half = Z_95 * math.sqrt(variance / n)
     return mean, (mean - half, mean + half)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+def _deviations(values: Sequence[float], weights: Sequence[float]) -> tuple[float, list[float]]:
+    """Return a weighted mean, and how much each value moves it, times their number.
+
+    The mean is a ratio of two sums, and these are the terms of its linear approximation. With equal weights
+    they are the differences from the mean.
+    """
+    total = sum(weights)
+    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    scale = total / len(values)
+    return mean, [weight * (value - mean) / scale for value, weight in zip(values, weights, strict=True)]
+
+
+def mean_interval(values: Sequence[float], weights: Sequence[float] = ()) -> tuple[float, float] | None:
     """95 % interval of a mean by Student's t distribution; None for fewer than two values.
 
     The quantile is that of the normal distribution, expanded for ``n - 1`` degrees of freedom (Abramowitz and
     Stegun, 26.7.5). It is exact to 1 % from five values on.
+
+    Args:
+        values: results of problems.
+        weights: weights of the results in the mean; equal by default.
     """
     n = len(values)
     if n < 2:
         return None
-    mean = sum(values) / n
+    mean, deviations = _deviations(values, weights or [1.0] * n)
     z, v = Z_95, n - 1
     t = (
         z
@@ -88,7 +110,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     )
-    half = t * math.sqrt(sum((value - mean) ** 2 for value in values) / v / n)
+    half = t * math.sqrt(sum(deviation**2 for deviation in deviations) / v / n)
     return mean - half, mean + half
 
 

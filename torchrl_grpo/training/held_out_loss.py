@@ -60,17 +60,22 @@ class HeldOutLoss:
 
         Returns:
             ``eval/loss`` in nats per token, ``eval/perplexity``, which is its exponential, and
-            ``eval/num_problems``; and the solutions, each with its own mean loss.
+            ``eval/num_problems``; and the solutions, each with its own mean loss and number
+            of tokens.
         """
         log_probs = self._learner.ranks.call_all(Learner.log_probs, self._learner, self._groups)
         mask = sampled_mask(self._groups)
         losses = -(log_probs.double() * mask).sum(-1).flatten()
         counts = mask.sum(-1).flatten()
         mean = float(losses.sum() / counts.sum())
+        results = zip((losses / counts).tolist(), counts.tolist(), strict=True)
         rows = [
-            {"id": example.id, "prompt": prompt, "response": solution.text, "rewards": {}, "grade": loss}
-            for example, prompt, solution, loss in zip(
-                self.examples, self._prompts, self._solutions, (losses / counts).tolist(), strict=True
+            {
+                **{"id": example.id, "prompt": prompt, "response": solution.text, "rewards": {}},
+                **{"grade": loss, "tokens": count},
+            }
+            for example, prompt, solution, (loss, count) in zip(
+                self.examples, self._prompts, self._solutions, results, strict=True
             )
         ]
         metrics = {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))}
