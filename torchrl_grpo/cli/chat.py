@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.cli import model_argument
-from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.cli.endings import exit_codes
 from torchrl_grpo.cli.model_argument import ModelArgument
 from torchrl_grpo.config.schema import ModelConfig
@@ -23,7 +22,6 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models import kind, shape
 from torchrl_grpo.runtime.files.closed_output import quiet_end
-from torchrl_grpo.runtime.package_versions import VERSION
 from torchrl_grpo.runtime.printable import printable
 
 if TYPE_CHECKING:
@@ -56,10 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="grpo-chat", allow_abbrev=False, description="Talk with a model in the terminal.", epilog=_HELP
-    )
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help="run, folder or hub name")
+    parser = model_argument.parser("grpo-chat", "Talk with a model in the terminal.", _HELP)
     parser.add_argument(
         "--base",
         nargs="?",
@@ -72,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest response (default: 512)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampled responses")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     return parser
 
 

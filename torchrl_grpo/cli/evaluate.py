@@ -16,7 +16,6 @@ from pathlib import Path
 
 from torchrl_grpo.checkpoints.run_dir import new_folder
 from torchrl_grpo.cli import model_argument
-from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.cli.endings import exit_codes
 from torchrl_grpo.cli.main import compose_job, resolve_job
 from torchrl_grpo.cli.model_argument import ModelArgument
@@ -28,7 +27,6 @@ from torchrl_grpo.observe import evaluation_files
 from torchrl_grpo.observe.evaluation_files import Measured
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.files.closed_output import quiet_end
-from torchrl_grpo.runtime.package_versions import VERSION
 
 
 @quiet_end()
@@ -68,13 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="grpo-eval",
-        allow_abbrev=False,
-        description="Measure a model on held-out problems. Without --config-name, a run is measured on its "
-        "own task.",
+    parser = model_argument.parser(
+        "grpo-eval",
+        "Measure a model on held-out problems. Without --config-name, a run is measured on its own task.",
     )
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help="run, folder or hub name")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys, as for the training command")
     parser.add_argument("--against", metavar="OTHER", help="model to compare with, on the same problems")
     parser.add_argument("--config-name", "-cn", help="primary configuration of the task")
@@ -82,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, help="new folder for the results (evaluations/DATE/TIME by default)"
     )
-    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     return parser
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.checkpoints.run_dir import MANIFEST, complete_checkpoints, holds_run, is_step
+from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import CheckpointError, ModelError, first_line
+from torchrl_grpo.runtime.package_versions import VERSION
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import ModelConfig
@@ -35,6 +37,14 @@ class ModelArgument:
             return self.text
         merged = self.checkpoint / "merged"
         return str(merged if merged.is_dir() else self.checkpoint / "model")
+
+
+def parser(prog: str, description: str, epilog: str | None = None) -> Parser:
+    """Return the parser of a command that takes a model; its own options are added to it."""
+    parser = Parser(prog=prog, allow_abbrev=False, description=description, epilog=epilog)
+    parser.add_argument("model", metavar="MODEL_OR_RUN", help="run, folder or hub name")
+    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
+    return parser
 
 
 def read(text: str) -> ModelArgument:
