@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -87,6 +88,20 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_was_shown(
     monkeypatch.setattr(chat.Speaker, "answer", answer)
     assert talk(monkeypatch, capsys, "hi\nho\n", str(tiny_model_dir)).count("model> \n") == 2
     assert remembered == shown and len(shown) == 2
+
+
+def test_of_the_settings_in_a_models_folder_only_the_ends_count(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = talk(monkeypatch, capsys, "hi\n", str(tiny_model_dir))
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    settings = folder / "generation_config.json"
+    tokens = list(range(json.loads((folder / "config.json").read_text())["vocab_size"]))
+    settings.write_text(json.dumps({"suppress_tokens": tokens[:-9], "repetition_penalty": 9.0}))
+    assert talk(monkeypatch, capsys, "hi\n", str(folder)) == plain
+    settings.write_text(json.dumps({"eos_token_id": tokens}))
+    # Every token ends the answer.
+    assert len(talk(monkeypatch, capsys, "hi\n", str(folder))) < len(plain)
 
 
 @pytest.mark.parametrize(

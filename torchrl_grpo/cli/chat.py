@@ -115,7 +115,6 @@ class Speaker:
         import torch
 
         from torchrl_grpo.envs.chat import render
-        from torchrl_grpo.models.loading import end_token_ids
 
         self.messages.append({"role": "user", "content": text})
         start = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -133,8 +132,6 @@ class Speaker:
                     prompt,
                     attention_mask=torch.ones_like(prompt),
                     streamer=_streamer(self.tokenizer, keep),
-                    eos_token_id=end_token_ids(self.model, self.tokenizer),
-                    pad_token_id=self.tokenizer.pad_token_id,
                     **options,
                 )
         finally:
@@ -153,6 +150,7 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -
 
 def _speaker(args: argparse.Namespace, named: ModelArgument, label: str, merged: Path) -> Speaker:
     import torch
+    from transformers import GenerationConfig
 
     from torchrl_grpo.models import loading
     from torchrl_grpo.models.precision import resolve_dtype
@@ -175,16 +173,20 @@ def _speaker(args: argparse.Namespace, named: ModelArgument, label: str, merged:
     model = loading.load_model(
         source, cfg, device, resolve_dtype("auto", device), instead="choose a smaller one"
     )
+    # Of the settings in its folder, which may penalize repetition or set a temperature, only the ends count,
+    # as in a run.
+    model.generation_config = GenerationConfig(
+        eos_token_id=loading.end_token_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
     return Speaker(label, model, tokenizer, system)
 
 
 def _talk(speakers: Sequence[Speaker], args: argparse.Namespace) -> None:
     import torch
 
-    sampled = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
-    greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
-    options |= sampled if args.temperature > 0 else greedy
+    if args.temperature > 0:
+        options |= {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
     torch.manual_seed(args.seed)
     if sys.stdin.isatty():
         sys.stdout.write(f"{_HELP}\n")
