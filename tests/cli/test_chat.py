@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_hub import serve
 
 from torchrl_grpo.cli import chat
+from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.printable import printable
 
 
@@ -109,6 +111,9 @@ def test_of_the_settings_in_a_models_folder_only_the_ends_count(
     [
         (["MODEL", "--base"], "error: --base: MODEL is no run, so write the base model: --base MODEL\n"),
         (["nowhere/at/all"], "error: model.name=nowhere/at/all: there is no such folder"),
+        (["~nobody/at"], "error: model.name=~nobody/at: there is no such folder"),
+        (["two words"], "error: model.name=two words: there is no such folder, and a name on the"),
+        (["MODEL", "--base", "a--b"], "error: model.name=a--b: there is no such folder, and a name on the"),
         (["MODEL", "--bas"], "error: command line: unrecognized arguments: --bas; write --base instead"),
     ],
 )
@@ -121,6 +126,27 @@ def test_a_mistake_is_one_line(
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and error.count("\n") == 1
     assert error.startswith(message.replace("MODEL is", f"{model} is"))
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (403, "GatedRepo", "its owner on the Hugging Face hub gives it only to users who have asked; ask on"),
+        (404, "RepoNotFound", "the Hugging Face hub has no such model, or a private one; correct the name"),
+        (401, "RepoNotFound", "the Hugging Face hub has no such model, or a private one; correct the name"),
+        (404, "EntryNotFound", "this repository of the Hugging Face hub has no config.json; write the name"),
+        (500, "", "the Hugging Face hub gave no answer that can be used (Server error '500"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(
+    code: int, error: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub, "why_unreachable", lambda: None)
+    with serve(monkeypatch) as server, pytest.raises(SystemExit) as stopped:
+        server.refused["me/mine"] = code, error
+        chat.main(["me/mine"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith(f"error: model.name=me/mine: {message}")
 
 
 def test_a_folder_of_adapters_is_told_from_a_model(tmp_path: Path, tiny_model_dir: Path) -> None:

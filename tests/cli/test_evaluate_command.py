@@ -66,6 +66,8 @@ def test_adapters_are_measured_in_their_run_and_alone(train: Runner, config: Con
     ("words", "message"),
     [
         (["nowhere/at/all"], "error: model.name=nowhere/at/all: there is no such folder"),
+        (["~nobody/at"], "error: model.name=~nobody/at: there is no such folder"),
+        (["two words"], "error: model.name=two words: there is no such folder, and a name on the"),
         (["empty"], "error: model.name=empty: the folder holds no config.json"),
         (["run"], "error: run: this run has no complete checkpoint"),
         (["empty", "--bogus"], "error: command line: unrecognized arguments: --bogus"),
@@ -159,5 +161,5 @@ def test_a_problem_with_several_responses_counts_once() -> None:
     assert entries["n-samples"] == {"task": {"original": 3, "effective": 3}}
     deviation = math.sqrt(sum((value - 2 / 3) ** 2 for value in (0.75, 0.25, 1.0)) / 2 / 3)
     assert entries["results"]["task"]["acc_stderr,none"] == pytest.approx(deviation)
-    mean, (low, high) = difference(model, worse)
+    mean, (_, high) = difference(model, worse)
     assert mean == pytest.approx(2 / 3) and high - mean == pytest.approx(1.96 * deviation, rel=1e-3)

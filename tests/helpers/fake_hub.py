@@ -22,6 +22,7 @@ class FakeHub(ThreadingHTTPServer):
         created: bodies of the requests that make a repository.
         files: path in the repository -> content.
         fails: whether commits are refused.
+        refused: name of a repository -> code and error with which requests for its files are refused.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class FakeHub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.large: dict[str, bytes] = {}
         self.fails = False
+        self.refused: dict[str, tuple[int, str]] = {}
 
     @property
     def endpoint(self) -> str:
@@ -54,7 +56,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_HEAD(self) -> None:
-        self.send_response(200)
+        name = next((name for name in self.server.refused if f"/{name}/" in self.path), None)
+        code, error = (200, "") if name is None else self.server.refused[name]
+        self.send_response(code)
+        self.send_header("X-Error-Code", error)
         self.end_headers()
 
     def do_GET(self) -> None:
@@ -122,6 +127,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     thread.start()
     for name, value in {
         "ENDPOINT": hub.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_OFFLINE": False,
         "HF_HUB_DISABLE_XET": True,
     }.items():

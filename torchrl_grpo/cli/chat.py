@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_codes():
         args = _parser().parse_args(argv)
         _quiet()
-        model = model_argument.read(args.model)
+        models = {"model": model_argument.read(args.model)}
+        if args.base is not None:
+            models["base"] = model_argument.read(args.base or _base_of(models["model"]))
         with tempfile.TemporaryDirectory() as temporary:
-            speakers = [_speaker(args, model, "model", Path(temporary) / "model")]
-            if args.base is not None:
-                base = model_argument.read(args.base or _base_of(model))
-                speakers.append(_speaker(args, base, "base", Path(temporary) / "base"))
-            _talk(speakers, args)
+            # A mistake in the second name is reported before the first model is loaded.
+            checked = {name: _checked(args, each, Path(temporary) / name) for name, each in models.items()}
+            _talk([_speaker(name, *settings) for name, settings in checked.items()], args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,13 +148,8 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def _speaker(args: argparse.Namespace, named: ModelArgument, label: str, merged: Path) -> Speaker:
-    import torch
-    from transformers import GenerationConfig
-
-    from torchrl_grpo.models import loading
-    from torchrl_grpo.models.precision import resolve_dtype
-
+def _checked(args: argparse.Namespace, named: ModelArgument, merged: Path) -> tuple[ModelConfig, str | None]:
+    """Return the configuration of a model that can be loaded, and the system message."""
     cfg = ModelConfig(name=named.folder, trust_remote_code=args.trust_remote_code)
     system = args.system
     if named.checkpoint is not None:
@@ -167,6 +162,16 @@ def _speaker(args: argparse.Namespace, named: ModelArgument, label: str, merged:
         cfg = replace(cfg, name=str(merged))
     shape.check_available(cfg)
     kind.check_kind(cfg)
+    return cfg, system
+
+
+def _speaker(name: str, cfg: ModelConfig, system: str | None) -> Speaker:
+    import torch
+    from transformers import GenerationConfig
+
+    from torchrl_grpo.models import loading
+    from torchrl_grpo.models.precision import resolve_dtype
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = loading.resolve(cfg)
     tokenizer = loading.load_tokenizer(source, cfg)
@@ -178,7 +183,7 @@ def _speaker(args: argparse.Namespace, named: ModelArgument, label: str, merged:
     model.generation_config = GenerationConfig(
         eos_token_id=loading.end_token_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id
     )
-    return Speaker(label, model, tokenizer, system)
+    return Speaker(name, model, tokenizer, system)
 
 
 def _talk(speakers: Sequence[Speaker], args: argparse.Namespace) -> None:

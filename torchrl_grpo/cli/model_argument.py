@@ -10,7 +10,10 @@ from torchrl_grpo.checkpoints.run_dir import MANIFEST, complete_checkpoints, hol
 from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import CheckpointError, ModelError, first_line
+from torchrl_grpo.models import on_hub
+from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.package_versions import VERSION
+from torchrl_grpo.runtime.paths import expanded
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import ModelConfig
@@ -53,7 +56,7 @@ def read(text: str) -> ModelArgument:
     Raises:
         CheckpointError: it is a run without a complete checkpoint.
     """
-    path = Path(text).expanduser()
+    path = expanded(text)
     for folder in (path, path.parent):
         if is_step(folder.resolve().name) and (folder / MANIFEST).is_file():
             return ModelArgument(text, folder)
@@ -115,19 +118,22 @@ def with_model(cfg: Config, model: ModelArgument, merged: Path) -> Config:
 
 
 def has_adapters(name: str, cfg: ModelConfig) -> bool:
-    """Whether a folder or a hub name holds adapters, and no whole model."""
-    import huggingface_hub
+    """Whether a folder or a hub name holds adapters, and no whole model.
 
-    from torchrl_grpo.runtime import hub
+    Raises:
+        ModelError: it is no name on the hub, or the hub does not have it for this user.
+    """
+    from huggingface_hub import try_to_load_from_cache
 
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return (path / _ADAPTERS).is_file()
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return False
-    if isinstance(huggingface_hub.try_to_load_from_cache(name, _ADAPTERS, cache_dir=cfg.cache_dir), str):
+    on_hub.check_name(name)
+    if isinstance(try_to_load_from_cache(name, _ADAPTERS, cache_dir=cfg.cache_dir), str):
         return True
-    return hub.why_unreachable() is None and huggingface_hub.file_exists(name, _ADAPTERS)
+    return hub.why_unreachable() is None and on_hub.has_file(name, _ADAPTERS)
 
 
 def merge(name: str, folder: Path, trust_remote_code: bool) -> None:

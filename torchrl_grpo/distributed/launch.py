@@ -25,6 +25,7 @@ from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, Terminated, raise_terminations, stop_signal_forwarded
 from torchrl_grpo.runtime.invocation import parent_argv
+from torchrl_grpo.runtime.paths import expanded
 
 # Exit code of an interrupted process.
 INTERRUPTED_CODE = 130
@@ -101,7 +102,7 @@ def _requested_processes(argv: Sequence[str]) -> int:
     if "num_processes" in options:
         return int(options["num_processes"]) if options["num_processes"].isdecimal() else 1
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "accelerate/default_config.yaml"
-    file = Path(options.get("config_file", cache)).expanduser()
+    file = expanded(options.get("config_file", cache))
     try:
         settings = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
@@ -18,6 +16,7 @@ from torchrl_grpo.models.quantization import loading_options
 from torchrl_grpo.models.shape import model_folder
 from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.oom import stop_on_oom
+from torchrl_grpo.runtime.paths import expanded
 
 
 def resolve(cfg: ModelConfig) -> str:
@@ -55,7 +54,7 @@ def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", cfg, error) from error
     if cfg.chat_template is not None:
-        path = Path(cfg.chat_template).expanduser()
+        path = expanded(cfg.chat_template)
         looks_like_file = "{" not in cfg.chat_template
         if looks_like_file and not path.is_file():
             raise ModelError(

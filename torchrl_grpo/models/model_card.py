@@ -18,6 +18,7 @@ from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.shape import local_folder
 from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.package_versions import versions
+from torchrl_grpo.runtime.paths import expanded
 
 if TYPE_CHECKING:
     from huggingface_hub import CardData
@@ -68,7 +69,7 @@ def read_base(cfg: Config) -> Base:
     if name == smollm2.NAME:
         return Base(name, smollm2.HUB_NAME, {"license": smollm2.LICENSE})
     folder = local_folder(cfg.model)
-    is_path = Path(name).expanduser().is_dir()
+    is_path = expanded(name).is_dir()
     data = _own_card(name, folder, is_path)
     hub_name = name if not is_path and _HUB_NAME.fullmatch(name) else None
     if data is None:

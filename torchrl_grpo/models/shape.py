@@ -11,8 +11,9 @@ from typing import Any
 
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError, first_line
-from torchrl_grpo.models import smollm2
+from torchrl_grpo.models import on_hub, smollm2
 from torchrl_grpo.runtime import hub
+from torchrl_grpo.runtime.paths import expanded
 
 # Names of the same quantity in the configurations of published models, newest first.
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -140,7 +141,7 @@ def model_folder(cfg: ModelConfig) -> Path | None:
     """
     if cfg.name == smollm2.NAME or not _is_path(cfg.name):
         return None
-    path = Path(cfg.name).expanduser()
+    path = expanded(cfg.name)
     if not path.is_dir():
         raise ModelError(
             f"model.name={cfg.name}: there is no such folder; write a folder saved by save_pretrained, "
@@ -160,8 +161,8 @@ def check_available(cfg: ModelConfig) -> None:
     """Check that ``model.name`` is a folder with a model, or a name that can be loaded from the hub.
 
     Raises:
-        ModelError: there is no such folder or no model in it, or the hub cannot be reached and its cache does
-            not have the model.
+        ModelError: there is no such folder or no model in it. Or the cache on this machine does not have the
+            model, and the hub cannot be reached, or does not have it for this user.
     """
     if model_folder(cfg) is not None or cfg.name == smollm2.NAME or local_folder(cfg) is not None:
         return
@@ -169,6 +170,11 @@ def check_available(cfg: ModelConfig) -> None:
         raise ModelError(
             f"model.name={cfg.name}: the Hugging Face hub cannot be reached ({why}), and its cache on this "
             f"machine does not have this model; write a folder saved by save_pretrained, or {smollm2.NAME}"
+        )
+    if not on_hub.has_file(cfg.name, "config.json"):
+        raise ModelError(
+            f"model.name={cfg.name}: this repository of the Hugging Face hub has no config.json; write the "
+            f"name of a model that transformers can load, or {smollm2.NAME}"
         )
 
 
@@ -189,24 +195,28 @@ def local_folder(cfg: ModelConfig) -> Path | None:
     """Return the local folder of the model, or None if it is not on this machine.
 
     It follows :func:`torchrl_grpo.models.loading.resolve`, but does not convert or download.
+
+    Raises:
+        ModelError: the name can be neither that of a folder nor one on the hub.
     """
     if cfg.name == smollm2.NAME:
         root = Path(cfg.cache_dir) if cfg.cache_dir is not None else smollm2.default_cache_dir()
         config_file = root / smollm2.NAME / "config.json"
         return config_file.parent if config_file.is_file() else None
-    path = Path(cfg.name).expanduser()
+    path = expanded(cfg.name)
     if path.is_dir():
         return path if (path / "config.json").is_file() else None
     if _is_path(cfg.name):
         return None
     from huggingface_hub import try_to_load_from_cache
 
+    on_hub.check_name(cfg.name)
     cached = try_to_load_from_cache(cfg.name, "config.json", cache_dir=cfg.cache_dir)
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _is_path(name: str) -> bool:
-    return Path(name).expanduser().is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
+    return expanded(name).is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
 
 
 def _fetch(cfg: ModelConfig) -> Path | Unknown:

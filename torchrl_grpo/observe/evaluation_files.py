@@ -34,7 +34,7 @@ class Measured:
 
     @property
     def primary(self) -> tuple[float, tuple[float, float] | None]:
-        """Accuracy, or the mean of what grades, or the loss of solutions per token; with its 95 % interval."""
+        """Accuracy, mean of what grades, or loss of solutions per token, with its 95 % interval."""
         names = ("eval/accuracy", "eval/primary", "eval/loss")
         name = next(name for name in names if name in self.metrics)
         if name == "eval/loss":

@@ -51,9 +51,9 @@ def paired_interval(
 ) -> tuple[float, tuple[float, float]]:
     """Return the difference of the means of pairs, first minus second, and its 95 % interval.
 
-    If all values are 0 or 1 and count alike, the interval is that of Agresti and Min (2005), which adds half a pair to each
-    of the four cases: it is not empty where all pairs agree. Otherwise it is the difference plus or minus
-    1.96 standard errors, over pairs.
+    If all values are 0 or 1 and count alike, the interval is that of Agresti and Min (2005), which adds half
+    a pair to each of the four cases: it is not empty where all pairs agree. Otherwise it is the difference
+    plus or minus 1.96 standard errors, over pairs.
 
     Args:
         pairs: results of two models on the same problems, at least one.

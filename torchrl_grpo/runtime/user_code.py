@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime.paths import expanded
 
 
 def parse(spec: str) -> tuple[str, str] | None:
@@ -32,7 +33,7 @@ def absolute(spec: str) -> str:
     place, colon, name = spec.rpartition(":")
     if not place.endswith((".py", ".pkl")):
         return spec
-    return f"{Path(place).expanduser().resolve()}{colon}{name}"
+    return f"{expanded(place).resolve()}{colon}{name}"
 
 
 def load(spec: str, key: str) -> Any:
@@ -124,7 +125,7 @@ def remember(path: Path, objects: Mapping[str, Any]) -> None:
 
 
 def _pickled(place: str, name: str, key: str, spec: str) -> Any:
-    path = Path(place).expanduser().resolve()
+    path = expanded(place).resolve()
     if str(path) not in _remembered:
         import cloudpickle
 
@@ -139,7 +140,7 @@ def _pickled(place: str, name: str, key: str, spec: str) -> Any:
 
 
 def _from_file(place: str, key: str, spec: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
+    path = expanded(place).resolve()
     if not path.is_file():
         raise ConfigError(f"{key}={spec!r}: there is no file {path}; correct the path before the colon")
     # One module per file, so that two names of a file share its state.

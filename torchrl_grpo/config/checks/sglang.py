@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.runtime.own_variables import inherited
+from torchrl_grpo.runtime.paths import expanded
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
@@ -70,7 +71,7 @@ def python_of(python: str | None) -> Path:
         wrong = "SGLang needs an environment of its own, and this key names its Python"
         raise bad_value(_KEY, python, wrong, _FIX)
     # Not resolved: a virtual environment is found by the path of its link.
-    path = Path(python).expanduser().absolute()
+    path = expanded(python).absolute()
     if not path.is_file():
         raise bad_value(_KEY, python, "there is no such file", _FIX)
     return path

@@ -19,6 +19,7 @@ from torchrl_grpo.inference.servers.transfer_types import Channel
 from torchrl_grpo.inference.servers.weight_files import WeightFiles, remove_abandoned
 from torchrl_grpo.inference.servers.weight_folder import FolderWeights
 from torchrl_grpo.inference.servers.weight_stream import Segments, WeightStream
+from torchrl_grpo.runtime.paths import expanded
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -130,7 +131,7 @@ class FolderCarrier(Carrier):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         # All versions that still exist. Servers may still read one that is not the newest.
         self._versions: weakref.WeakSet[FolderWeights] = weakref.WeakSet()
         try:
