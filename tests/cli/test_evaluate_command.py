@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
+from torchrl_grpo.cli import model_argument
 from torchrl_grpo.cli.evaluate import main
 from torchrl_grpo.config import Config
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.config.keys import show
+from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.observe.evaluation_files import Measured, difference, lm_eval
 from torchrl_grpo.observe.stats import mean_interval, paired_interval
 from torchrl_grpo.training import job
@@ -89,6 +91,70 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and line.startswith(message)
     assert not (tmp_path / "evaluations").exists()
+
+
+CODE = {"marker": "MARK.py:score", "length": "MARK.py:score"}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "written"),
+    [
+        ("model", "trust_remote_code", True, {"model.trust_remote_code": True}),
+        (
+            "reward",
+            "functions",
+            CODE,
+            {"reward.functions": {"marker": "a.py:b"}, "reward.functions.length": "a.py:b"},
+        ),
+        ("reward", "sandbox", False, {"reward.sandbox": True}),
+        ("env", "dataset", "MARK.py:problems", {"env.dataset": "gsm8k"}),
+        ("env", "environment", "MARK.py:Game", {"env.environment": None}),
+        ("env", "tools", ["calculator", "MARK.py:search"], {"env.tools": []}),
+        ("env", "mixture", [{"dataset": "MARK.py:problems"}], {"env.mixture": []}),
+        ("env", "mixture", [{"dataset": "gsm8k", "reward": {"functions": CODE}}], {"env.mixture": []}),
+        ("ray", "address", "10.0.0.1:6379", {"ray.address": None}),
+        ("inference_model", "server_python", "evil/python", {"inference_model.server_python": None}),
+        ("inference_model", "engine_args", {"a": "b"}, {"inference_model.engine_args": {"a": "c"}}),
+    ],
+)
+def test_code_that_the_configuration_of_a_run_names_does_not_run_unasked(
+    section: str,
+    key: str,
+    value: Any,
+    written: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "MARK.py").write_text("open('ran', 'w')")
+    checkpoint = tmp_path / "run/checkpoints/4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    cfg = Config()
+    setattr(getattr(cfg, section), key, value)
+    monkeypatch.setattr(model_argument, "config_of", lambda checkpoint: cfg)
+    with pytest.raises(SystemExit) as stopped:
+        main(["run"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and not (tmp_path / "ran").exists()
+    assert line.startswith("error: run: the configuration of this run names code that would run here: ")
+    assert line.endswith(
+        f": {section}.{key}={show(value)}; look at it, and write --trust-run too if you trust it"
+    )
+    # Values that the user writes are his.
+    run = model_argument.read("run")
+    model_argument.check_trusted(run, cfg, written)
+    if key == "functions":
+        del written["reward.functions.length"]
+        with pytest.raises(ConfigError, match=r": reward\.functions={length:MARK.py:score}; look"):
+            model_argument.check_trusted(run, cfg, written)
+    if key == "trust_remote_code":
+        with pytest.raises(
+            ConfigError, match=r"^model.trust_remote_code=true: the configuration of the run run "
+        ):
+            model_argument.with_model(Config(), run, tmp_path / "merged", trusted=False)
+        model_argument.with_model(Config(), run, tmp_path / "merged", trusted=True)
 
 
 def test_the_first_result_is_kept_if_the_second_model_fails(

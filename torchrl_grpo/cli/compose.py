@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -115,6 +115,15 @@ class Composer:
         for line in dict.fromkeys(itertools.chain.from_iterable(choices.values())):
             self._check(self._parse(line))
         return [list(job) for job in itertools.product(*choices.values())]
+
+    def values(self, words: list[str]) -> dict[str, Any]:
+        """Return the values of ``key=value`` arguments by key, for a configuration that was composed before.
+
+        Raises:
+            ConfigError: see :meth:`jobs`.
+        """
+        (lines,) = self.jobs(words, sweep=False)
+        return {override.key_or_group: override.value() for override in map(self._parse, lines)}
 
     def compose(self, overrides: list[str], number: int = 0) -> Job:
         """Compose the configuration of one job.

@@ -26,6 +26,7 @@ from torchrl_grpo.models import kind, shape
 from torchrl_grpo.observe import evaluation_files
 from torchrl_grpo.observe.evaluation_files import Measured
 from torchrl_grpo.runtime import screen
+from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cfg = _task(args, models[0])
         with tempfile.TemporaryDirectory() as temporary:
             configs = [
-                model_argument.with_model(cfg, model, Path(temporary) / str(number))
+                model_argument.with_model(cfg, model, Path(temporary) / str(number), args.trust_run)
                 for number, model in enumerate(models)
             ]
             for each in configs:
@@ -75,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-name", "-cn", help="primary configuration of the task")
     parser.add_argument("--config-dir", "-cd", type=Path, help="folder with configurations of your own")
     parser.add_argument(
+        "--trust-run", action="store_true", help="run code that the configuration of a run names"
+    )
+    parser.add_argument(
         "--output", type=Path, help="new folder for the results (evaluations/DATE/TIME by default)"
     )
     return parser
@@ -82,20 +86,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _task(args: argparse.Namespace, model: ModelArgument) -> Config:
     """Return the configuration of the task: that of the command line, or else that of the run."""
+    from torchrl_grpo.cli.compose import composer, open_free_form, write_override
+
     own = None if model.checkpoint is None else model_argument.config_of(model.checkpoint)
     if own is None or args.config_name is not None:
-        words = [] if own is None else [f"model.name={own.model.name}"]
+        words = [] if own is None else [write_override("model.name", own.model.name)]
         cfg = compose_job([*words, *args.overrides], args.config_name or "grpo_gsm8k", args.config_dir)
-    elif args.overrides:
-        from omegaconf import DictConfig, OmegaConf
-
-        node = OmegaConf.merge(
-            OmegaConf.create(dataclasses.asdict(own)), OmegaConf.from_dotlist(args.overrides)
-        )
-        assert isinstance(node, DictConfig)
-        cfg = resolve_job(node, lambda parsed: None)
     else:
-        cfg = own
+        from omegaconf import OmegaConf
+
+        node = OmegaConf.create(dataclasses.asdict(own))
+        with composer(config_dir(), "grpo_gsm8k") as tree:
+            written = tree.values([open_free_form(word) for word in args.overrides])
+        if not args.trust_run:
+            model_argument.check_trusted(model, own, written)
+        for key, value in written.items():
+            OmegaConf.update(node, key, value, force_add=True)
+        cfg = resolve_job(node, lambda parsed: None) if args.overrides else own
     cfg = _without_training(cfg)
     check_installed(cfg)
     return cfg

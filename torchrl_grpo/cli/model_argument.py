@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.checkpoints.run_dir import MANIFEST, complete_checkpoints, holds_run, is_step
 from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.config import Config, parse
-from torchrl_grpo.errors import CheckpointError, ModelError, first_line
+from torchrl_grpo.config.foreign_code import keys_with_code
+from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError, first_line
 from torchrl_grpo.models import on_hub
 from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.package_versions import VERSION
@@ -91,19 +94,58 @@ def config_of(checkpoint: Path) -> Config:
     return parse(node)
 
 
-def with_model(cfg: Config, model: ModelArgument, merged: Path) -> Config:
+def check_trusted(model: ModelArgument, cfg: Config, written: Mapping[str, Any]) -> None:
+    """Check that the configuration of a run names no code, but where the user has written other values.
+
+    Args:
+        model: the run.
+        cfg: its configuration.
+        written: values of the command line, by key.
+
+    Raises:
+        ConfigError: it names code. A run folder may be of another user.
+    """
+    codes = {}
+    for key, value in keys_with_code(cfg).items():
+        if isinstance(value, dict):
+            # An entry that is written leaves the others.
+            names = {f"{key}.{name}" for name in written.get(key) or {}} | written.keys()
+            value = {name: entry for name, entry in value.items() if f"{key}.{name}" not in names}
+            if value:
+                codes[key] = value
+        elif key not in written:
+            codes[key] = value
+    if codes:
+        settings = ", ".join(f"{key}={show(value)}" for key, value in codes.items())
+        raise ConfigError(
+            f"{model.text}: the configuration of this run names code that would run here: {settings}; look "
+            "at it, and write --trust-run too if you trust it"
+        )
+
+
+def with_model(cfg: Config, model: ModelArgument, merged: Path, trusted: bool) -> Config:
     """Return a configuration for the model that the user named.
 
     Args:
         cfg: configuration of the task.
         model: the model.
         merged: new folder for a model that adapters are merged into.
+        trusted: whether code that comes with a run's model may run because the run's configuration says so.
 
     Raises:
+        ConfigError: code that comes with the model would run, and is not trusted.
         ModelError: the adapters cannot be loaded.
     """
     if model.checkpoint is not None:
         own = config_of(model.checkpoint)
+        if own.model.trust_remote_code and not (trusted or cfg.model.trust_remote_code):
+            raise bad_value(
+                "model.trust_remote_code",
+                True,
+                f"the configuration of the run {model.text} says so, and code that comes with its model "
+                "would run here",
+                "model.trust_remote_code=true on the command line if you trust it",
+            )
         of_model = replace(own.model, cache_dir=cfg.model.cache_dir or own.model.cache_dir)
         lora, quantization = own.train_model.lora, own.train_model.quantization
         train_model = replace(cfg.train_model, lora=lora, quantization=quantization)
