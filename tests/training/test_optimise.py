@@ -22,12 +22,8 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
-from torchrl_grpo.training.optimizer_step import (
-    OptimizerStep,
-    _normalized_ess,
-    learning_rate_factor,
-    parameter_groups,
-)
+from torchrl_grpo.training.optimizer_step import OptimizerStep, _normalized_ess, learning_rate_factor
+from torchrl_grpo.training.optimizers import parameter_groups
 
 # A schedule that moves although the very first step was refused is meant here, and no reason to warn.
 pytestmark = pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")

@@ -26,6 +26,7 @@ from torchrl_grpo.config.values import (
     LRSchedule,
     NonNegativeFloat,
     NonNegativeInt,
+    OptimizerName,
     Placement,
     PositiveFloat,
     PositiveInt,
@@ -132,9 +133,17 @@ class RayConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
-    lr: NonNegativeFloat = key(1e-5, "Peak learning rate of AdamW.")
+    name: OptimizerName = key(
+        OptimizerName.adamw,
+        "Optimizer: adamw; adamw_8bit (AdamW with averages in 8 bits, a quarter of the memory; needs "
+        "bitsandbytes; not with fsdp2); or muon (Muon for the matrices of layers and adapters, and AdamW for "
+        "embeddings, output head, norms and biases). DeepSpeed takes adamw only.",
+    )
+    lr: NonNegativeFloat = key(
+        1e-5, "Peak learning rate. The updates of muon have the size of AdamW's at the same rate."
+    )
     weight_decay: NonNegativeFloat = key(0.0, "Decoupled weight decay.")
     betas: list[float] = key([0.9, 0.999], "AdamW's two averaging factors.")
     eps: PositiveFloat = key(1e-8, "AdamW's epsilon.")

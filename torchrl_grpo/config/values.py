@@ -70,6 +70,7 @@ WeightTransfer = StrEnum(
 WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
 Placement = StrEnum("Placement", ["pack", "spread"])
 TrainMethod = StrEnum("TrainMethod", ["grpo", "sft"])
+OptimizerName = StrEnum("OptimizerName", ["adamw", "adamw_8bit", "muon"])
 LRSchedule = StrEnum("LRSchedule", ["constant", "linear", "cosine"])
 
 # Surrogate -> its options and their defaults. A test compares this table with objectives/surrogates.py.
@@ -81,6 +82,9 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
 }
 # Values of logging.backends -> the packages that they need.
 LOGGERS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+# Values of optimizer.name -> bytes that the optimizer keeps for a weight of a layer's matrix: two averages in
+# float32; two in 8 bits, with a float32 scale for every 256 of each; one average in float32.
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256), "muon": 4.0}
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 

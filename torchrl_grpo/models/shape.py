@@ -82,6 +82,11 @@ class ModelShape:
         # If layers have weights that are not counted here (experts), the output head cannot be detected.
         return min(self.parameters, 2 * matrix if rest > 1.5 * matrix else matrix)
 
+    @property
+    def matrices(self) -> int:
+        """Number of weights in the linear layers, without the output head and without stacks of experts."""
+        return min(self.parameters - self.outer, self.layers * _layer(self))
+
 
 def _layer(shape: ModelShape) -> int:
     """Count the weights of a layer without experts."""

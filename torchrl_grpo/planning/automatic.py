@@ -134,7 +134,8 @@ def _engines(cfg: Config) -> int | str:
 
 
 def _may_shard(cfg: Config) -> bool:
-    return cfg.train_model.parallelism == "auto" and cfg.train_model.lora.rank == 0
+    may_divide = cfg.train_model.lora.rank == 0 and cfg.optimizer.name != "adamw_8bit"
+    return cfg.train_model.parallelism == "auto" and may_divide
 
 
 def _groups(cfg: Config) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import ZERO_STAGES, PrefixAttention
+from torchrl_grpo.config.values import MOMENT_BYTES, ZERO_STAGES, PrefixAttention
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction, Row
@@ -115,7 +115,10 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     backward_end = trained + head, work
     gradients, live = max(backward_start, backward_end, key=sum)
     names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks + masks
-    moments = 2 * trained
+    moments = trained / FLOAT * MOMENT_BYTES[cfg.optimizer.name]
+    if cfg.optimizer.name == "muon" and not lora:
+        # AdamW, with two averages, updates what is not a matrix of a layer.
+        moments += (part if divided else 1.0) * FLOAT * (shape.parameters - shape.matrices)
     # Only the update needs the moments, if they wait in host memory.
     waiting = 0.0 if plan.offload_optimizer else moments
     rows = [Row("train", "generate", names, weights, optimizer=waiting)]

@@ -68,6 +68,11 @@ def parallelism(cfg: Config) -> Parallelism:
         raise bad_value("train_model.compile", True, wrong, "train_model.compile=false")
     if kind == "ddp":
         return kind
+    optimizer = cfg.optimizer.name
+    if optimizer == "adamw_8bit" or (optimizer == "muon" and kind in ZERO_STAGES):
+        wrong = f"it is not available for a model that is held with {kind}"
+        fix = "optimizer.name=adamw, or train_model.parallelism="
+        raise bad_value("optimizer.name", optimizer, wrong, fix + ("fsdp2" if optimizer == "muon" else "ddp"))
     if cfg.train_model.autocast == "fp16":
         wrong = "the loss scaler would see the overflow of one shard only"
         raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")

@@ -107,12 +107,14 @@ class TorchBackend:
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
         state = self._optimizer.state_dict()
-        moments: dict[int, dict[str, Tensor]] = {}
-        for index, entry in state["state"].items():
-            for name, value in entry.items():
+        moments: dict[int, dict[str, Any]] = {}
+        # Not from the result of state_dict: bitsandbytes has another form there.
+        for index, parameter in enumerate(self._parameters):
+            for name, value in self._optimizer.state.get(parameter, {}).items():
                 # The rank that keeps a shard cannot gather it alone.
                 if keep or isinstance(value, DTensor):
-                    whole = self._parking.read(self._parameters[index], name, value)
+                    # The number of updates may be a plain number.
+                    whole = self._parking.read(parameter, name, value) if isinstance(value, Tensor) else value
                     if keep:
                         moments.setdefault(index, {})[name] = whole
         return {**state, "state": moments}
@@ -126,15 +128,21 @@ class TorchBackend:
             self._optimizer.load_state_dict({**state, "state": {}})
             for index, entry in state["state"].items():
                 parameter = self._parameters[index]
-                own = {name: shard_like(value, parameter) for name, value in entry.items()}
-                self._optimizer.state[parameter] = own
+                self._optimizer.state[parameter] = _own_part(entry, parameter)
                 self._parking.park_parameter(parameter)
             return
         moments = {
-            index: {name: shard_like(value, self._parameters[index]) for name, value in entry.items()}
-            for index, entry in state["state"].items()
+            index: _own_part(entry, self._parameters[index]) for index, entry in state["state"].items()
         }
         self._optimizer.load_state_dict({**state, "state": moments})
+
+
+def _own_part(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Copy this rank's part of the saved state of a parameter."""
+    return {
+        name: shard_like(value, parameter) if isinstance(value, Tensor) else value
+        for name, value in entry.items()
+    }
 
 
 def make_backend(

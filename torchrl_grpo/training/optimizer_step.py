@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced, split_evenly
 from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.distributed.parallelism import reshard_after, synchronizing
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
@@ -25,6 +26,7 @@ from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_backend import make_backend
+from torchrl_grpo.training.optimizers import build_optimizer
 
 # With torch's default of 2^16, the first steps overflow until the scale is low enough.
 _INITIAL_SCALE = 2.0**12
@@ -33,9 +35,9 @@ _INITIAL_SCALE = 2.0**12
 _DUMMY_MICRO_BATCH = MicroBatch((0,), slice(0, 1))
 
 _NO_ROOM_FOR_UPDATE = (
-    "memory ran out in the optimizer's update, which keeps 8 bytes a trained weight: start a new run "
-    "with train_model.lora.rank=16 or a smaller model.name, or resume with the model divided among GPUs by "
-    "train_model.parallelism=fsdp2 or, where vLLM is on the same GPU, with a lower "
+    "memory ran out in the optimizer's update, which keeps {size:.3g} bytes a trained weight: start a new "
+    "run with train_model.lora.rank=16 or a smaller model.name, or resume with the model divided among GPUs "
+    "by train_model.parallelism=fsdp2 or, where vLLM is on the same GPU, with a lower "
     "inference_model.gpu_memory_utilization"
 )
 
@@ -115,13 +117,8 @@ class OptimizerStep:
         self.num_pieces = num_pieces
         self.budget = budget
         self.max_skipped_steps = max_skipped_steps
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(model, cfg.weight_decay),
-            lr=cfg.lr,
-            betas=(cfg.betas[0], cfg.betas[1]),
-            eps=cfg.eps,
-            fused=True,
-        )
+        self._no_room_for_update = _NO_ROOM_FOR_UPDATE.format(size=MOMENT_BYTES[cfg.name])
+        self.optimizer = build_optimizer(model, cfg)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, total_steps, cfg)
         )
@@ -151,7 +148,7 @@ class OptimizerStep:
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
         # The first update allocates the optimizer's moments, and no smaller micro-batch can avoid that.
-        with stop_on_oom(_NO_ROOM_FOR_UPDATE):
+        with stop_on_oom(self._no_room_for_update):
             norm = self.backend.step(apply=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
         self._count(finite, loss, norm)
@@ -356,25 +353,6 @@ def _normalized_ess(mean: float, mean_square: float) -> float:
     """Kish's effective sample size of importance weights, as a share of the tokens; at most 1."""
     # Rounding could push the result above 1 when all ratios are equal.
     return min(mean**2 / mean_square, 1.0) if mean_square > 0 else math.nan
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters into matrices, with weight decay, and biases and norms, without.
-
-    Biases and norms have none even if they are stored as matrices: GPT-OSS has the biases of all experts in
-    one matrix, and Cohere's norms have a row for each head.
-    """
-    no_decay = {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim < 2 or "bias" in name or "norm" in type(module).__name__.lower()
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if id(p) not in no_decay], "weight_decay": weight_decay},
-        {"params": [p for p in trained if id(p) in no_decay], "weight_decay": 0.0},
-    ]
 
 
 def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> float:

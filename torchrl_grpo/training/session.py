@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import public_command
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.guards import Guards
 from torchrl_grpo.observe.held_out import held_out
@@ -142,8 +143,8 @@ def try_out_checkpoint(
     try_part = partial(saving.try_out, model, tokenizer, trust_remote_code=cfg.model.trust_remote_code)
     writers = {"model": try_part, **({"merged": partial(try_part, merged=True)} if merged else {})}
     least = sum(p.nbytes for name, p in named.items() if not has_adapters or lora.is_adapter(name))
-    # Two averages of the optimizer, in float32 as the merged model.
-    least += 8 * sum(p.numel() for p in named.values() if p.requires_grad)
+    # The optimizer's averages. Small tensors, and those that Muon leaves to AdamW, have larger ones.
+    least += int(MOMENT_BYTES[cfg.optimizer.name] * sum(p.numel() for p in named.values() if p.requires_grad))
     if merged:
         least += 4 * sum(p.numel() for name, p in named.items() if not lora.is_adapter(name))
     keep, best = cfg.checkpoint.keep, cfg.train.keep_best

@@ -89,6 +89,7 @@ def check_installed(cfg: Config) -> None:
             reference_engine(),
         ),
         (cfg.train_model.quantization != "none", "bitsandbytes", "train_model.quantization", "none"),
+        (cfg.optimizer.name == "adamw_8bit", "bitsandbytes", "optimizer.name", "adamw"),
         (parallelism in ZERO_STAGES, "deepspeed", "train_model.parallelism", "fsdp2"),
         *((True, LOGGERS[name], "logging.backends", "[csv]") for name in loggers),
     ]
