@@ -6,6 +6,7 @@ messages name neither the nearest key nor a fix. It starts no run and creates no
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import numbers
@@ -29,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_grpo.cli.precedence import settle
+from torchrl_grpo.cli.precedence import schema_node, settle
 from torchrl_grpo.config import Config, groups
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.schema import keys
@@ -222,7 +223,7 @@ class Composer:
                 raise keys().section_value(key, line)
             return
         if self._scratch is None:
-            self._scratch = OmegaConf.structured(Config)
+            self._scratch = copy.deepcopy(schema_node())
         try:
             OmegaConf.update(self._scratch, key, value, force_add=free is not None)
         except OmegaConfBaseException as error:

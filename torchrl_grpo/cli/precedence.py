@@ -11,6 +11,7 @@ is kept itself, but makes no other give way, except in contradictions with ``def
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,15 @@ from torchrl_grpo.config.keys import show
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from omegaconf import DictConfig
+
+
+@functools.cache
+def schema_node() -> DictConfig:
+    """Return the schema with its defaults, built once, because that takes as long as reading all files.
+
+    Do not write to it, but to a copy.
+    """
+    return OmegaConf.structured(Config)
 
 
 def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: Sequence[str]) -> list[str]:
@@ -47,7 +57,7 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
     lines: list[str] = []
     layers, changes = dict[str, int](), dict[str, int]()
     # What `others` get is `value`. Each contradiction is found in `node` as the ones before have left it.
-    defaults = OmegaConf.structured(Config)
+    defaults = schema_node()
     for key, others, value, defaults_too in contradictions(read):
         changed = [other for other in others if defaults_too or read(other) != read(other, defaults)]
         if changed and not layers:
