@@ -23,6 +23,8 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
     TOKENIZERS_PARALLELISM="false",
+    # Ray gives its workers niceness 15. Beside two busy processes, such a worker takes a minute to start.
+    RAY_worker_niceness="0",
     WANDB_MODE="offline",
     WANDB_SILENT="true",
     MPLBACKEND="Agg",
