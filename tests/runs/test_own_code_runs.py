@@ -6,11 +6,13 @@ import json
 import math
 import re
 import shlex
+import socketserver
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import run_script
+from forked import Finished, run_script
 from user_files import blocks_below, train_in
 
 pytestmark = pytest.mark.slow
@@ -152,6 +154,112 @@ def test_questions_and_solutions_are_enough_for_sft(
     first, last = (lines(tmp_path / "run/metrics.jsonl")[at] for at in (0, -1))
     assert (summary["loss_before"], summary["loss_after"]) == (first["eval/loss"], last["eval/loss"])
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
+
+
+def chats(*last: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows with an earlier turn of the assistant, a question, and ``last``."""
+    earlier = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
+    return [
+        {"messages": [*earlier, {"role": "user", "content": f"Where is room {number}?"}, *last]}
+        for number in range(40)
+    ]
+
+
+CHAT_START = "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\nHi.<|im_end|>\n<|im_start|>user\n"
+
+
+def test_chats_are_enough_for_sft(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    write(tmp_path / "chats.jsonl", chats({"role": "assistant", "content": "Upstairs."}))
+    words = [word for word in SMALL if word != "env.repeats=4"]
+    script = repo_root / "sota-implementations/sft/sft.py"
+    data = ["env=jsonl", "env.data_path=chats.jsonl", f"model.name={tiny_model_dir}", "eval.frequency=1"]
+    done = run_script([script, *data, *words, *format_words], cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "held out: 8 problems, graded by the loss of their solutions\n" in said
+    rows = lines(tmp_path / "run/evaluations.jsonl")
+    assert {row["response"] for row in rows} == {"Upstairs."}
+    assert all(row["prompt"].startswith(CHAT_START) and "Upstairs" not in row["prompt"] for row in rows)
+    losses = [line["eval/loss"] for line in lines(tmp_path / "run/metrics.jsonl")]
+    assert losses[-1] < losses[0]
+
+
+def test_chats_and_a_reward_are_enough(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    (tmp_path / "my_reward.py").write_text(SHAPED)
+    write(tmp_path / "chats.jsonl", chats())
+    command = "grpo.py env=jsonl env.data_path=chats.jsonl reward.functions={brevity:my_reward.py:brevity}"
+    said = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
+    assert "held out: 8 problems, graded by brevity\n" in said and "held-out reward    " in said
+    for row in lines(tmp_path / "run/rollouts.jsonl"):
+        assert row["prompt"].startswith(f"{CHAT_START}Where is room ")
+        assert row["prompt"].endswith("?<|im_end|>\n<|im_start|>assistant\n")
+        assert row["reward"] == pytest.approx(1 / (1 + len(row["response"])))
+
+
+JUDGE = """
+import asyncio
+
+async def ask(text):
+    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    writer.write(text.encode("unicode_escape") + b"\\n")
+    score = float(await reader.readline())
+    writer.close()
+    return score
+
+async def judge(prompts, completions, **columns):
+    return await asyncio.gather(*map(ask, completions))
+"""
+
+
+class Judge(socketserver.StreamRequestHandler):
+    """Likes short texts."""
+
+    def handle(self) -> None:
+        self.wfile.write(b"%f\n" % (1 / len(self.rfile.readline())))
+
+
+def judged(repo_root: Path, folder: Path, port: int, words: list[str]) -> Finished:
+    (folder / "my_judge.py").write_text(JUDGE.replace("PORT", str(port)))
+    write(folder / "prompts.jsonl", GOOD)
+    data = ["env=jsonl", "env.data_path=prompts.jsonl", "reward.functions={judge:my_judge.py:judge}"]
+    return run_script([repo_root / "sota-implementations/grpo/grpo.py", *data, *SMALL, *words], cwd=folder)
+
+
+def test_a_judge_that_is_asked_over_the_network_trains(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Judge) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        words = [f"model.name={tiny_model_dir}", *format_words]
+        done = judged(repo_root, tmp_path, server.server_address[1], words)
+        server.shutdown()
+        thread.join()
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "held out: 8 problems, graded by judge\n" in said and "held-out reward    " in said
+    rows = [*lines(tmp_path / "run/rollouts.jsonl"), *lines(tmp_path / "run/evaluations.jsonl")]
+    assert len(rows) == 16 + 2 * 8 and not any("errors" in row for row in rows)
+    for row in rows:
+        length = len(row["response"].encode("unicode_escape") + b"\n")
+        assert row["rewards"]["judge"] == pytest.approx(1 / length, abs=1e-5)
+
+
+def test_a_judge_that_is_not_there_ends_the_run_in_its_first_round(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as unused:
+        port = unused.server_address[1]
+    done = judged(repo_root, tmp_path, port, [f"model.name={tiny_model_dir}", "train.total_dialog_turns=800"])
+    assert done.returncode == 2
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "all 8 responses of the first round: judge with " in error
+    assert "ConnectionRefusedError: " in error and "reward.functions" in error
+    assert [row["step"] for row in lines(tmp_path / "run/rollouts.jsonl")] == [1] * 8
 
 
 GOOD = [{"prompt": f"Greet the guests of room {number}.", "level": number} for number in range(20)]

@@ -109,8 +109,8 @@ class _Lines:
                     break
                 if self._are_read and not _is_object(line):
                     raise CheckpointError(
-                        f"{self.path}: line {number} is damaged: {line[:60]!r} is not JSON of one step; repair "
-                        "or remove the line, then resume again."
+                        f"{self.path}: line {number} is damaged: {line[:60]!r} is not JSON of one step; "
+                        "repair or remove the line, then resume again."
                     )
                 self.last_step = int(match[1])
                 self.kept[self.last_step] += 1
