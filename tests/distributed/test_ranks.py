@@ -477,3 +477,28 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     assert done.returncode == (1 if config in ("multi_gpu", "fsdp2") else 2)
     assert done.stderr.count(message) == 1, done.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+PROGRAM = """
+from torchrl_grpo.api.launched import on_all_ranks, told_once
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.errors import ConfigError
+
+def program():
+    ranks = Ranks(on_cpu=True)
+    RELEASE
+    raise ConfigError("wrong")
+
+with told_once():
+    on_all_ranks(program)
+"""
+
+
+@pytest.mark.parametrize("release", ["ranks.release()", "pass"])
+def test_a_program_that_fails_on_rank_0_ends_the_others_and_is_told_once(
+    tmp_path: Path, release: str
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.replace("RELEASE", release))
+    done = run_script([tmp_path / "program.py"], ranks=2)
+    assert done.codes == [2, 0]
+    assert done.stderr.count("error: ") == 1 and "error: wrong\n" in done.stderr

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torchrl_grpo.cli.endings import exit_codes
 from torchrl_grpo.distributed import launch
+from torchrl_grpo.errors import RanksApart
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import ignore_terminations
 
@@ -57,7 +58,12 @@ def on_all_ranks(program: Callable[[], _T]) -> _T:
     """
     if rank_env.rank() > 0:
         _serve()
-        result_of_rank_0: _T | None = _ranks().recv()
+        result_of_rank_0: _T | None
+        try:
+            result_of_rank_0 = _ranks().recv()
+        except RanksApart:
+            # It has closed the connection by which the ranks would meet again.
+            result_of_rank_0 = None
         if result_of_rank_0 is None:
             # recv() returns None if the connection to rank 0 breaks: it has ended, and has said why.
             raise SystemExit(0)
