@@ -183,12 +183,12 @@ def test_a_run_that_has_taken_all_its_steps_was_not_ended_by_a_setting(train: Ru
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_value_that_is_no_number_is_never_the_best(value: float) -> None:
     counters = Counters()
-    counters.take_held_out(value)
-    assert counters.best_value is None and counters.evaluations_since_best == 1
-    for step, later in enumerate((-3.0, value, -2.0), start=1):
+    best = []
+    for step, measured in enumerate((value, -3.0, value, -2.0)):
         counters.step = step
-        counters.take_held_out(later)
-    assert (counters.best_value, counters.best_step, counters.evaluations_since_best) == (-2.0, 3, 0)
+        counters.take_held_out(measured)
+        best.append((counters.best_value, counters.best_step, counters.evaluations_since_best))
+    assert best == [(None, 0, 1), (-3.0, 1, 0), (-3.0, 1, 1), (-2.0, 3, 0)]
 
 
 def test_a_run_ends_with_a_value_that_is_good_enough_and_goes_on_for_a_better_one(
