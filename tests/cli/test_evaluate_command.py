@@ -146,7 +146,7 @@ def test_code_that_the_configuration_of_a_run_names_does_not_run_unasked(
     run = model_argument.read("run")
     model_argument.check_trusted(run, cfg, written)
     if key == "functions":
-        del written["reward.functions.length"]
+        written = {"reward.functions": {"marker": "a.py:b"}}
         with pytest.raises(ConfigError, match=r": reward\.functions={length:MARK.py:score}; look"):
             model_argument.check_trusted(run, cfg, written)
     if key == "trust_remote_code":

@@ -78,6 +78,34 @@ def test_the_license_is_that_of_the_base_models_own_card(
     assert said in text and ("own." in text) == (license == "other")
 
 
+@pytest.mark.parametrize(
+    ("fields", "license", "shown"),
+    [
+        ("license_link: https://example.org/terms", {"license_link": "https://example.org/terms"}, "terms."),
+        ("license: null\nlicense_name: own", {"license_name": "own"}, "own."),
+        ("license: other\nlicense_link: TERMS", {"license": "other"}, "other."),
+        (
+            "license: other\nlicense_link: TERMS\nbase_model: me/mine",
+            {"license": "other", "license_link": "https://huggingface.co/me/mine/blob/main/TERMS"},
+            "other.",
+        ),
+        ("license: [mit, apache-2.0]", {"license": ["mit", "apache-2.0"]}, "card: mit, apache-2.0."),
+        ("license: ''", {}, "at hand."),
+        ("license: {a: b}\nlicense_link: 3", {}, "at hand."),
+        ("license: [mit, 3]\nbase_model: [me/mine, me/other]", {}, "at hand."),
+    ],
+)
+def test_fields_that_a_card_lacks_or_has_in_another_form_are_left_out(
+    fields: str, license: dict[str, Any], shown: str, tmp_path: Path
+) -> None:
+    cfg = Config()
+    cfg.model.name = str(base_folder(tmp_path / "base", f"---\n{fields}\n---\n"))
+    metrics = {"eval/loss": 800.0, "eval/perplexity": None, "eval/num_problems": 3}
+    data, text = write(tmp_path / "model", cfg, model_card.Training("", 3, metrics, 3, None))
+    assert {key: value for key, value in data.items() if key.startswith("license")} == license
+    assert text.rstrip().endswith(shown) and "None" not in text and "| loss | 800.000 |" in text
+
+
 def test_the_card_of_a_model_on_the_hub_is_asked_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

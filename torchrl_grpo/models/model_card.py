@@ -36,14 +36,14 @@ class Training:
     Attributes:
         command: command line that started the run, without what may be secret; empty if it is unknown.
         step: optimizer steps taken.
-        metrics: metrics of the last evaluation, ``eval/*``; empty without one.
+        metrics: metrics of the last evaluation, ``eval/*``, None for what is not finite; empty without one.
         evaluated_at: optimizer steps before that evaluation.
         accuracy_before: held-out accuracy before training; None if it was not measured.
     """
 
     command: str
     step: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | None]
     evaluated_at: int
     accuracy_before: float | None
 
@@ -78,7 +78,20 @@ def read_base(cfg: Config) -> Base:
         # A folder that was trained before says what it was trained from.
         base = data.get("base_model")
         hub_name = base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None
-    return Base(name, hub_name, {key: value for key in _LICENSE if (value := data.get(key)) is not None})
+    license = {key: value for key in _LICENSE if _is_text(value := data.get(key))}
+    if "://" not in license.get("license_link", "://"):
+        # A file of the base model's repository, which is not copied.
+        link = license.pop("license_link")
+        if hub_name is not None:
+            license["license_link"] = f"https://huggingface.co/{hub_name}/blob/main/{link}"
+    return Base(name, hub_name, license)
+
+
+def _is_text(value: object) -> bool:
+    """Whether a field of a card has what it should have: a text, or several."""
+    return bool(value) and all(
+        isinstance(each, str) for each in (value if isinstance(value, list) else [value])
+    )
 
 
 def _own_card(name: str, folder: Path | None, is_path: bool) -> CardData | None:
@@ -153,7 +166,8 @@ def _result(training: Training) -> str:
     lines = [f"## Result\n\nOn held-out problems, after {training.evaluated_at} optimizer steps:\n"]
     lines += ["| metric | value | 95 % interval |", "| --- | --- | --- |"]
     for name, value in metrics.items():
-        if name.endswith(("_low", "_high")):
+        # A number that is not finite, such as the perplexity of a large loss, is null in the run's metrics.
+        if value is None or name.endswith(("_low", "_high")):
             continue
         low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
         interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
@@ -199,7 +213,8 @@ def _license(base: Base) -> str:
     if not base.license:
         return f"The license of the base model {_code(_short(base))} applies; its card was not at hand."
     name = next(base.license[field] for field in ("license_name", *_LICENSE) if field in base.license)
-    return f"That of the base model, by its own card: {name}."
+    names = name if isinstance(name, str) else ", ".join(name)
+    return f"That of the base model, by its own card: {names}."
 
 
 def _code(text: str) -> str:
