@@ -55,6 +55,8 @@ _SUMS_OF_ALL_SIZES = (
     "inference_model.max_new_tokens=20",
     "env.task_size=512",
 )
+# A short run, because Muon's update of all weights takes longer on a CPU than the rest of the step.
+_SHORT_SUMS = (*_SUMS, "env.num_envs=4", "train.total_dialog_turns=384", "eval.frequency=0")
 
 EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
     # Supervised fine-tuning and GRPO on one task, and one after the other.
@@ -85,6 +87,11 @@ EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
     "curriculum": {
         "uniform": (Stage(_GRPO, _SUMS_OF_ALL_SIZES),),
         "pass rate": (Stage(_GRPO, (*_SUMS_OF_ALL_SIZES, "env.sampling=pass_rate")),),
+    },
+    # The same task with each optimizer.
+    "optimizers": {
+        name: (Stage(_GRPO, (*_SHORT_SUMS, f"optimizer.name={name}", f"optimizer.lr={rate}")),)
+        for name, rate in (("adamw", 2e-5), ("adamw_8bit", 2e-5), ("muon", 2e-4))
     },
 }
 # For each accuracy, its value before and after training.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,18 +12,20 @@ from pretended_cuda import PretendedCuda
 from torch import Tensor
 
 from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.config.values import OptimizerName
 from torchrl_grpo.distributed.parking import is_parked
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 
-def make_step(device: str, loads_parked: bool = False) -> OptimizerStep:
-    model = make_model().to(device)
+def make_step(device: str, loads_parked: bool = False, name: str = "adamw") -> OptimizerStep:
+    # Matrices of this size have averages in 8 bits.
+    model = make_model(hidden_size=64, intermediate_size=128).to(device)
     loss, _ = make_objective(TokenScorer(model))
     return OptimizerStep(
         model,
         loss,
-        OptimizerConfig(lr=1e-2),
+        OptimizerConfig(name=OptimizerName(name), lr=1e-2),
         total_steps=9,
         groups_per_batch=4,
         num_pieces=1,
@@ -65,25 +68,40 @@ def test_parked_moments_take_no_memory_and_change_no_number() -> None:
 
 
 @pytest.mark.parametrize("loads_parked", [False, True])
-def test_a_checkpoint_of_parked_moments(loads_parked: bool) -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_checkpoint_of_parked_moments(name: str, loads_parked: bool) -> None:
     with PretendedCuda():
-        step = make_step("cuda")
-        step(make_batch())
-        expected = step.state_dict()["optimizer"]
-        step.backend.park()
-        found = step.state_dict()["optimizer"]
-        assert all(is_parked(moment) for moment in moments(step)), "saving fetches one at a time"
-        for index, entry in expected["state"].items():
-            assert same(list(entry.values()), list(found["state"][index].values()))
-            assert {value.device.type for value in found["state"][index].values()} == {"cpu"}
-        resumed = make_step("cuda", loads_parked)
-        for own, theirs in zip(resumed.parameters, step.parameters, strict=True):
-            own.data.copy_(theirs.data)
-        resumed.load_state_dict(step.state_dict())
-        assert {is_parked(moment) for moment in moments(resumed)} == {loads_parked}
-        for one in (step, resumed):
-            one(make_batch(seed=1))
-        assert same(weights(step), weights(resumed)) and same(moments(step), moments(resumed))
+        check_checkpoint("cuda", name, loads_parked)
+
+
+@pytest.mark.parametrize("loads_parked", [False, True])
+def test_a_checkpoint_of_parked_moments_in_8_bits(loads_parked: bool) -> None:
+    pytest.importorskip("bitsandbytes")
+    # Its kernels have no pretended GPU.
+    check_checkpoint("cpu", "adamw_8bit", loads_parked)
+
+
+def check_checkpoint(device: str, name: str, loads_parked: bool) -> None:
+    """Parked moments are saved as they are, and loaded into a step that goes on bit for bit."""
+    step = make_step(device, name=name)
+    step(make_batch())
+    # On a CPU the state is not copied before it is saved.
+    expected = copy.deepcopy(step.state_dict()["optimizer"])
+    step.backend.park()
+    found = step.state_dict()["optimizer"]
+    assert all(is_parked(moment) for moment in moments(step)), "saving fetches one at a time"
+    for index, entry in expected["state"].items():
+        tensors = [value for value in found["state"][index].values() if isinstance(value, Tensor)]
+        assert same([value for value in entry.values() if isinstance(value, Tensor)], tensors)
+        assert {value.device.type for value in tensors} == {"cpu"}
+    resumed = make_step(device, loads_parked, name)
+    for own, theirs in zip(resumed.parameters, step.parameters, strict=True):
+        own.data.copy_(theirs.data)
+    resumed.load_state_dict(step.state_dict())
+    assert {is_parked(moment) for moment in moments(resumed)} == {loads_parked}
+    for one in (step, resumed):
+        one(make_batch(seed=1))
+    assert same(weights(step), weights(resumed)) and same(moments(step), moments(resumed))
 
 
 def test_a_skipped_update_leaves_them_parked() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from forked import run_script
-from rank_program import CASES, CASES_OF_TWO, COMPILED, MIXED, RELOADED
+from rank_program import CASES, CASES_OF_TWO, COMPILED, MIXED, RELOADED, muon_steps
 from rank_runs import (
     Runs,
     check_follows,
@@ -41,6 +41,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 
 from torchrl_grpo.batch.micro_batches import partition_balanced
 from torchrl_grpo.distributed import launch
+from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.runtime import rank_env
 
 pytestmark = pytest.mark.slow
@@ -110,6 +111,23 @@ def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
     by_ranks: dict[int, Any], case: str, kind: str
 ) -> None:
     check_kept_and_loaded(by_ranks[3][case, kind], 3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_muon_updates_shards_as_it_does_whole_matrices(by_ranks: dict[int, Any], count: int) -> None:
+    found = by_ranks[count]["muon"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = muon_steps("ddp", Ranks(on_cpu=True))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(alone["matrices"]) == 14 and found["matrices"] == alone["matrices"]
+    for name in alone["matrices"]:
+        assert torch.equal(found["weights"][name], alone["weights"][name]), name
+    torch.testing.assert_close(found["weights"], alone["weights"])
+    assert found["state"]["param_groups"] == alone["state"]["param_groups"]
+    torch.testing.assert_close(found["state"]["state"], alone["state"]["state"])
 
 
 @pytest.mark.parametrize(

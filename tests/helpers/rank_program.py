@@ -18,12 +18,15 @@ from torch import Tensor
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
-from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after
+from torchrl_grpo.config.values import OptimizerName
+from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after, shard_like
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.prepare import compile_layers
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import count_totals
+from torchrl_grpo.training.optimizer_backend import TorchBackend
 from torchrl_grpo.training.optimizer_step import OptimizerStep
+from torchrl_grpo.training.optimizers import build_optimizer, muon_matrices
 
 CPU = torch.device("cpu")
 # Every term a loss can have, so that every metric is added up over ranks.
@@ -181,6 +184,33 @@ def kept_of_weights(ranks: Ranks) -> float:
     return float(sum(storages.values()) / sum(p.numel() for p in matrices))
 
 
+def muon_steps(kind: str, ranks: Ranks) -> dict[str, Any]:
+    """The weights after two updates by Muon with given gradients, and its state, loaded in between."""
+    model = make_model("llama_tied")
+    scorer = TokenScorer(model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    distribute(scorer, kind, ranks.size, CPU)
+    cfg = OptimizerConfig(name=OptimizerName("muon"), lr=1e-2, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    backend = TorchBackend(build_optimizer(model, cfg), scaler, 1e9, loads_parked=ranks.size > 1)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        for name, parameter in model.named_parameters():
+            gradient = torch.randn(shapes[name], generator=generator) / 100
+            parameter.grad = shard_like(gradient, parameter)
+        backend.step(apply=True)
+        if step == 0:
+            state = ranks.gather(backend.optimizer_state(keep=ranks.is_main))[0]
+            backend.load_optimizer_state(state)
+    weights = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+    matrices = {id(parameter) for parameter in muon_matrices(model)}
+    return {
+        "weights": weights,
+        "matrices": [name for name, p in model.named_parameters() if id(p) in matrices],
+        "state": backend.optimizer_state(),
+    }
+
+
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:
     if parameter.grad is not None:
         return full_tensor(parameter.grad)
@@ -209,6 +239,7 @@ def main(output: Path, kinds: Sequence[str]) -> None:
     if here.size == 2:
         found |= measure_all(["fsdp2"], [COMPILED], here)
     found["kept of weights"] = kept_of_weights(here)
+    found["muon"] = muon_steps("fsdp2", here)
     if here.is_main:
         torch.save(found, output)
 

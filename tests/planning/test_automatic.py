@@ -239,6 +239,8 @@ def test_ranks_of_a_launcher_hold_shards_if_nothing_else_fits(monkeypatch: pytes
         ("1.5B", "", ""),
         ("7B", "train_model.parallelism=ddp", ""),
         ("7B", "train_model.lora.rank=16", ""),
+        ("7B", "optimizer.name=muon", SHARDS),
+        ("7B", "optimizer.name=adamw_8bit", ""),
     ):
         of_size(size, monkeypatch)
         cfg = resolve.resolved(read(f"inference_model.backend=transformers {words}"))

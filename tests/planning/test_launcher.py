@@ -13,7 +13,7 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Autocast
+from torchrl_grpo.config.values import Autocast, OptimizerName, Parallelism
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import launcher, resolve
 
@@ -182,3 +182,24 @@ def test_a_file_for_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "zero.json")
     with pytest.raises(ConfigError, match=r"deepspeed_config_file zero\.json is not read"):
         resolve.resolved(Config())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fix"),
+    [
+        ("adamw_8bit", "fsdp2", "optimizer.name=adamw, or train_model.parallelism=ddp"),
+        ("adamw_8bit", "deepspeed_zero2", "optimizer.name=adamw, or train_model.parallelism=ddp"),
+        ("muon", "deepspeed_zero3", "optimizer.name=adamw, or train_model.parallelism=fsdp2"),
+        ("muon", "fsdp2", None),
+        ("muon", "ddp", None),
+        ("adamw_8bit", "ddp", None),
+    ],
+)
+def test_an_optimizer_that_cannot_update_shards_is_refused(name: str, kind: str, fix: str | None) -> None:
+    cfg = Config()
+    cfg.optimizer.name, cfg.train_model.parallelism = OptimizerName(name), Parallelism(kind)
+    if fix is None:
+        assert resolve.parallelism(cfg) == kind
+        return
+    with pytest.raises(ConfigError, match=f"optimizer.name={name}: .* held with {kind}; write {fix}"):
+        resolve.parallelism(cfg)

@@ -1,26 +1,37 @@
-"""AdamW in 8 bits and Muon: which weights, Muon's update in float64, the size of the state, and resumption."""
+"""AdamW in 8 bits and Muon: which weights, Muon in float64, the size of the state, and resumption."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
 from typing import Any
 
 import pytest
 import torch
 from batches import make_batch, make_model, make_objective, no_budget
+from omegaconf import OmegaConf
 from rounding import EXACT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.checks.whole import check_installed
 from torchrl_grpo.config.schema import LoraConfig, OptimizerConfig
 from torchrl_grpo.config.values import MOMENT_BYTES, OptimizerName
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.lora import add_adapters, is_adapter
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.shape import ModelShape, shape_of
+from torchrl_grpo.planning import memory, placement
+from torchrl_grpo.planning.request import build_request
+from torchrl_grpo.runtime.hardware import Hardware
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 from torchrl_grpo.training.optimizers import build_optimizer, muon_matrices
 
 NAMES = list(OptimizerName)
+# Entries of the state that have a size of the parameter.
+HELD = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2", "absmax1", "absmax2")
 # Their state has entries of more kinds than a model of one size has.
 FAMILY, WIDE = "llama_tied", {"hidden_size": 64, "intermediate_size": 128}
 
@@ -173,6 +184,39 @@ def test_the_state_of_a_large_matrix_has_the_size_that_is_planned(name: str) -> 
     optimizer = build_optimizer(linear, OptimizerConfig(name=OptimizerName(name)))
     linear.weight.grad = torch.ones_like(linear.weight)
     optimizer.step()
-    tensors = [v for v in optimizer.state[linear.weight].values() if isinstance(v, Tensor) and v.ndim > 0]
+    tensors = [tensor for key, tensor in optimizer.state[linear.weight].items() if key in HELD]
     held = sum(tensor.nbytes for tensor in tensors) / linear.weight.numel()
     assert held == pytest.approx(MOMENT_BYTES[name], rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planner_counts_the_state_of_a_whole_model(name: str, tied: bool) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "vocab_size": 2000}
+    model = make_model(FAMILY, **sizes, tie_word_embeddings=tied)
+    shape = shape_of(model.config.to_dict(), model.num_parameters())
+    cfg = Config()
+    cfg.optimizer.name = OptimizerName(name)
+    plan = placement.plan(build_request(cfg, False), 0)
+    assert isinstance(shape, ModelShape)
+    rows = memory.predict(cfg, plan, shape, Hardware()).rows
+    (planned,) = [row.optimizer for row in rows if (row.role, row.phase) == ("train", "optimize")]
+    optimizer = build_optimizer(model, cfg.optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    tensors = [value for entry in optimizer.state.values() for name, value in entry.items() if name in HELD]
+    assert planned == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.1)
+
+
+def test_an_optimizer_that_is_unknown_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.name=lion: .*one of adamw, adamw_8bit, muon"):
+        parse(OmegaConf.create({"optimizer": {"name": "lion"}}))
+    cfg = Config()
+    cfg.inference_model.backend = "transformers"
+    cfg.optimizer.name = OptimizerName("adamw_8bit")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"optimizer\.name=adamw_8bit: bitsandbytes is not installed; "):
+        check_installed(cfg)

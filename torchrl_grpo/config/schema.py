@@ -142,7 +142,9 @@ class OptimizerConfig:
         "embeddings, output head, norms and biases). DeepSpeed takes adamw only.",
     )
     lr: NonNegativeFloat = key(
-        1e-5, "Peak learning rate. The updates of muon have the size of AdamW's at the same rate."
+        1e-5,
+        "Peak learning rate. An update of muon has a root mean square of 0.2 lr, whatever the matrix. Short "
+        "runs need a higher rate than with AdamW, whose first updates are larger.",
     )
     weight_decay: NonNegativeFloat = key(0.0, "Decoupled weight decay.")
     betas: list[float] = key([0.9, 0.999], "AdamW's two averaging factors.")

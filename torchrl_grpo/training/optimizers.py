@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
     groups = parameter_groups(model, cfg.weight_decay)
     adamw: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
     if cfg.name == OptimizerName.adamw_8bit:
-        # An optional package, as is noted in requirements_dev.txt.
+        # Optional, so it is imported on use only.
         from bitsandbytes.optim import AdamW8bit
 
         quantized: torch.optim.Optimizer = AdamW8bit(groups, **adamw)
@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
     matrices = muon_matrices(model)
     chosen = {id(parameter) for parameter in matrices}
     rest = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
-    # Updates get the size that those of AdamW have, so its learning rates fit (arXiv 2502.16982).
+    # Updates have the size that AdamW's have in a long run (arXiv 2502.16982).
     muon = torch.optim.Muon(
         [{"params": matrices}], lr=cfg.lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw"
     )

@@ -31,7 +31,7 @@ def rounding_warning(
     """Return a warning if most updates of the run would be rounded away; None otherwise.
 
     The check assumes that an update moves a weight by at most about the learning rate, as Adam's do. Muon's
-    are scaled to that size.
+    are a fifth of it on average.
 
     Args:
         model: model before training, with weights in float32. If it is sharded, this rank's shard is checked.
