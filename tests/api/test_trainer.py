@@ -411,7 +411,8 @@ def test_a_mistake_of_one_rank_ends_all_of_them(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(MISTAKEN)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    # Rank 0 waits for the other in a call of the system, where no signal reaches Python.
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--shutdown-timeout", "2"]
     what = [str(script), mistaken, str(tiny_model_dir), str(tmp_path / "run"), json.dumps(SMALL)]
     words = [sys.executable, *launcher, *what]
     environment = {**os.environ, "PYTHONPATH": str(repo_root)}
