@@ -17,7 +17,6 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 from torchrl_grpo.config import Config
@@ -69,11 +68,15 @@ def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bo
 
 
 def apply(cfg: Config, changes: Changes) -> Config:
-    """Return a copy of the configuration with other values."""
-    other = copy.deepcopy(cfg)
+    """Return a copy of the configuration with other values, which shares the sections that do not change."""
+    other = copy.copy(cfg)
     for key, value in changes:
-        section, _, leaf = key.rpartition(".")
-        setattr(attrgetter(section)(other), leaf, value)
+        *sections, leaf = key.split(".")
+        section: Any = other
+        for name in sections:
+            setattr(section, name, copy.copy(getattr(section, name)))
+            section = getattr(section, name)
+        setattr(section, leaf, value)
     return other
 
 
