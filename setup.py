@@ -13,6 +13,7 @@ setup(
         "torchrl_grpo": ["py.typed"],
         "torchrl_grpo.config": ["other_systems.tsv"],
         "torchrl_grpo.slurm": ["*.jinja"],
+        "torchrl_grpo.report": ["page/*"],
     },
     include_package_data=False,
 )

@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_package_the_yaml_files_and_its_data_alone(wheel: Pa
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     info = "torchrl_grpo-0.1.0.dist-info/"
-    files = [file for ending in ("py", "jinja") for file in (repo_root / "torchrl_grpo").rglob(f"*.{ending}")]
+    files = [file for ending in ("py", "jinja", "html", "css", "js") for file in (repo_root / "torchrl_grpo").rglob(f"*.{ending}")]
     package = {str(file.relative_to(repo_root)) for file in files}
     config = repo_root / "config"
     yaml = {f"torchrl_grpo/config/yaml/{path.relative_to(config)}" for path in config.rglob("*.yaml")}
@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_package_the_yaml_files_and_its_data_alone(wheel: Pa
 def test_the_wheel_has_all_commands(installed: Path) -> None:
     parser = ConfigParser()
     parser.read(installed / "torchrl_grpo-0.1.0.dist-info" / "entry_points.txt")
-    commands = {"grpo", "grpo-async", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat"}
+    commands = {"grpo", "grpo-async", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat", "grpo-report"}
     assert set(parser["console_scripts"]) == commands
 
 
@@ -111,7 +111,7 @@ def test_help_of_an_installed_command_points_to_files_that_exist(installed: Path
     assert all((tmp_path / name).exists() for name in named)
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat"])
+@pytest.mark.parametrize("name", ["grpo", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat", "grpo-report"])
 def test_an_installed_command_says_its_own_version(installed: Path, tmp_path: Path, name: str) -> None:
     done, _ = _command(installed, tmp_path, name, "--version")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "torchrl-grpo 0.1.0"), done.stderr

@@ -23,6 +23,7 @@ NOT_IMPORTED = {
     "cuda-python": "vLLM imports it on a GPU",
     "gguf": "transformers reads the weights of SmolLM2 with it",
     "tokenizers": "its version decides how transformers splits text",
+    "youplot": "report.html embeds its files of uPlot, which are read without importing it",
     "tensorboard": "torch.utils.tensorboard imports it",
     "ipykernel": "runs the notebooks",
     "pytest-timeout": "pytest loads it",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from forked import ForkedPopen, preload_vllm, run_script
+from run_files import payload
 
 from torchrl_grpo.tools import verify_resume
 
@@ -88,6 +89,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     (predicted,) = re.findall(r"memory: cpu at most ([0-9.]+) of", printed)
     assert float(predicted) == pytest.approx(summary["peak_memory_gib"], rel=0.2)
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert payload((run / "report.html").read_text())["runs"][0]["summary"]["steps"]
     assert "held-out accuracy" in printed and str(run) in printed
 
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -7,7 +7,7 @@ absolute paths tell of the machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -49,10 +49,15 @@ def _is_private(key: str) -> bool:
 
 def public_config(cfg: Config) -> dict[str, Any]:
     """Return a configuration as a mapping, without the keys that may have secrets or paths of the machine."""
-    return _without_private(asdict(cfg), "")
+    return public_entries(asdict(cfg))
 
 
-def _without_private(section: dict[str, Any], prefix: str) -> dict[str, Any]:
+def public_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same of a configuration that was read from a file."""
+    return _without_private(config, "")
+
+
+def _without_private(section: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     entries = {}
     for name, value in section.items():
         key = f"{prefix}{name}"

@@ -22,6 +22,7 @@ from torchrl_grpo.runtime.files.shared_files import open_regular
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
+DISCARDED = "discarded.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 

@@ -1,7 +1,7 @@
 """Reports the results of a run: ``summary.json``, the closing message, and ``report.png``.
 
 The picture is drawn from ``metrics.jsonl``, so it can be drawn again at any time. This module does not
-compare runs.
+compare runs. :mod:`torchrl_grpo.report` writes ``report.html``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 PICTURE = "report.png"
+PAGE = "report.html"
 
 _PLACES = (
     (METRICS, "metrics, a line per optimizer step"),
     (ROLLOUTS, "responses with their rewards"),
     (EVALUATIONS, "responses to held-out problems with their rewards"),
     (SUMMARY, "these figures"),
+    (PAGE, "curves, rollouts, problems and findings, for a browser"),
     (PICTURE, "reward and held-out result over steps"),
     ("checkpoints", "checkpoints; <step>/model loads with transformers"),
     ("csv", "CSV scalars"),
@@ -59,6 +61,7 @@ def summary(
     any_signal: bool = True,
     kept_best: bool = False,
     findings: Sequence[Finding] = (),
+    write_page: Callable[[], object] = lambda: None,
     stream: TextIO | None = None,
 ) -> Path:
     """Write ``summary.json`` atomically and print the closing message.
@@ -78,6 +81,7 @@ def summary(
             to change, unless a finding has the cause.
         kept_best: whether the message names the checkpoint of the best held-out value.
         findings: what the guards found and what still holds; the message repeats it.
+        write_page: function that writes ``report.html``, which reads ``summary.json``.
         stream: stream to print to; None is stdout.
 
     Returns:
@@ -102,6 +106,7 @@ def summary(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SUMMARY
     replace(path, json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
+    write_page()
     warnings = _warnings(findings, any_signal or steps == 0)
     text = "\n".join([closing_words(folder, entries, kept_best), *warnings])
     print(text, file=sys.stdout if stream is None else stream, flush=True)

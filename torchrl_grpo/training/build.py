@@ -39,6 +39,7 @@ from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.token_budget import with_budget
+from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
@@ -271,7 +272,8 @@ def _open_outputs(
     if step is not None:
         end = "; it has already ended" if schedule.is_finished(step) else ""
         progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
-    outputs = Outputs(run_dir, metrics, rollouts, evaluations, chosen, progress, job.grader.name)
+    report = ReportWriter(run_dir, progress.note)
+    outputs = Outputs(run_dir, metrics, rollouts, evaluations, chosen, progress, job.grader.name, report)
     lost = [] if step is None else outputs.lost_lines(step, schedule, state)
     holding = [] if step is None else outputs.guards.replay(read_jsonl(metrics.path))
     for note in (*lost, *chosen.notes, *map(str, holding)):

@@ -229,6 +229,7 @@ def _train(
         ranks.release()
         raise
     try:
+        session.outputs.report.record(cfg, plan.table())
         with remember_interrupts() as check_interrupts:
             session.begin()
             try:
@@ -268,6 +269,7 @@ def _train(
         any_signal=counters.any_signal,
         kept_best=cfg.train.keep_best,
         findings=session.outputs.guards.holding(),
+        write_page=session.outputs.report.write,
         stream=screen.out(),
     )
     return dict(json.loads(path.read_text()))

@@ -25,6 +25,7 @@ from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import METRICS, EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
 from torchrl_grpo.observe.progress import Progress
+from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.rollout.round import Round, rollout_rows
 from torchrl_grpo.runtime.malloc import release_freed_memory
@@ -53,6 +54,7 @@ class Outputs:
         loggers: loggers of ``logging.backends``.
         progress: progress bar, or plain lines.
         grader: what grades the evaluation.
+        report: writer of ``report.html``.
         guards: watch over the metrics.
     """
 
@@ -63,6 +65,7 @@ class Outputs:
     loggers: Loggers
     progress: Progress
     grader: str
+    report: ReportWriter
     guards: Guards = field(default_factory=Guards)
 
     def lost_lines(self, step: int, schedule: RunSchedule, state: SessionState) -> list[str]:
@@ -120,6 +123,8 @@ class Outputs:
         )
         for finding in self.guards.take(step, metrics):
             self.progress.note(str(finding))
+        if "eval/num_problems" in metrics:
+            self.report.write()
 
 
 def try_out_checkpoint(

@@ -1,0 +1,253 @@
+"""What a report reads of a run: all numbers, a sample of the texts, and nothing of damaged lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from run_files import HOSTILE, rollout, write_lines, write_run
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.report.about import record
+from torchrl_grpo.report.columns import Columns
+from torchrl_grpo.report.reader import CUT_OFF, ENDED, FAILED, UNKNOWN, RunReader
+
+
+def read(folder: Path, **limits: int) -> dict[str, Any]:
+    reader = RunReader(folder, **limits)
+    reader.update()
+    return reader.contents()
+
+
+def texts_of(contents: dict[str, Any], step: int) -> list[str]:
+    columns = contents["rollouts"]
+    rows = [row for row, at in enumerate(columns["step"]) if at == step and columns["text"][row] >= 0]
+    return [contents["texts"]["rollouts"][columns["text"][row]]["response"] for row in rows]
+
+
+def test_numbers_and_texts_of_each_rollout_are_read(tmp_path: Path) -> None:
+    failed = rollout(3, 9, errors={"environment": "it is gone"})
+    old = {name: value for name, value in rollout(3, 9).items() if name not in ("length", "truncated")}
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    rows = [rollout(1, 7), rollout(1, 7, 3), failed, old]
+    write_lines(tmp_path / "rollouts.jsonl", rows)
+    contents = read(tmp_path)
+    columns = contents["rollouts"]
+    assert list(columns["step"]) == [1, 1, 3, 3]
+    assert list(columns["group"]) == [7, 7, 9, 9]
+    assert list(columns["length"]) == [5, 8, 5, -1]
+    assert list(columns["finish"]) == [ENDED, CUT_OFF, FAILED, UNKNOWN]
+    assert list(columns["reward"]) == pytest.approx([row["reward"] for row in rows])
+    assert list(columns["part:format"]) == pytest.approx([row["rewards"]["format"] for row in rows])
+    assert columns["problem"][0] == columns["problem"][1] != columns["problem"][2]
+    assert [text["response"] for text in contents["texts"]["rollouts"]] == [row["response"] for row in rows]
+    assert contents["texts"]["rollouts"][2]["errors"] == {"environment": "it is gone"}
+    assert not contents["sampled"] and not contents["dropped"] and not contents["damaged"]
+
+
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=2)
+    damaged = ["{", "[1]", '{"step": "1"}', '{"step": true}', "[" * 100_000, '{"step": 1e400}', "\ufffd"]
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):
+        lines = (tmp_path / name).read_text().splitlines()
+        (tmp_path / name).write_text("\n".join([*damaged, *lines, '{"step": 2, "torn": ']))
+    contents = read(tmp_path)
+    assert contents["damaged"] == dict.fromkeys(
+        ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"), len(damaged)
+    )
+    assert list(contents["steps"]) == [0, 1, 2] and len(contents["rollouts"]["step"]) == 32
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "step": 1,
+            "prompt": None,
+            "response": [1],
+            "rewards": 3,
+            "errors": "x",
+            "messages": [None, {"role": 1}],
+        },
+        {
+            "step": 1,
+            "reward": "1",
+            "rewards": {"a": None, "b": "x", "c": 1e300},
+            "group_id": 2**40,
+            "length": 1.5,
+        },
+        {"step": 1, "tokens": {"text": "x", "engine": None}, "truncated": "no", "discarded": {"a": [1]}},
+        {
+            "step": 1,
+            "tokens": {"text": [1], "engine": [float("nan")]},
+            "reward": float("inf"),
+            "advantage": True,
+        },
+    ],
+)
+def test_rows_of_unknown_shape_are_read_as_far_as_they_go(tmp_path: Path, row: dict[str, Any]) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "reward/mean": [1], "x": "y"}])
+    write_lines(tmp_path / "rollouts.jsonl", [row])
+    write_lines(tmp_path / "evaluations.jsonl", [{**row, "id": [1], "grade": "good"}])
+    contents = read(tmp_path)
+    assert len(contents["rollouts"]["step"]) == len(contents["steps"]) == 1
+    json.dumps(contents["texts"], allow_nan=False)
+
+
+def test_a_second_update_reads_what_was_added_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, steps=3)
+    reader = RunReader(tmp_path)
+    reader.update()
+    rows = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps(rollout(4, 99)) + "\n" + json.dumps(rollout(5, 100))[:20])
+    lines: list[bytes] = []
+    loads = json.loads
+
+    def spy(line: bytes) -> Any:
+        lines.append(line)
+        return loads(line)
+
+    monkeypatch.setattr(json, "loads", spy)
+    reader.update()
+    assert len(lines) == 1
+    monkeypatch.undo()
+    assert list(reader.contents()["rollouts"]["step"])[-2:] == [3, 4]
+    assert len(reader.contents()["rollouts"]["step"]) == len(rows) + 1
+
+
+@pytest.mark.parametrize("then_grows", [False, True])
+def test_a_resumed_run_whose_files_were_cut_is_read_again(tmp_path: Path, then_grows: bool) -> None:
+    write_run(tmp_path, steps=4)
+    reader = RunReader(tmp_path)
+    reader.update()
+    # The steps after the checkpoint are gone, and the run may have repeated them before the next look.
+    write_run(tmp_path, steps=2)
+    more = [rollout(step, 50, sample) for step in (3, 4) for sample in range(40)] if then_grows else []
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in more)
+    reader.update()
+    assert list(reader.contents()["rollouts"]["step"]) == [1] * 16 + [2] * 16 + [3] * len(more[::2]) + [
+        4
+    ] * len(more[::2])
+
+
+def test_metrics_have_a_gap_where_a_line_lacks_them(tmp_path: Path) -> None:
+    write_lines(
+        tmp_path / "metrics.jsonl", [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "loss/total": None}]
+    )
+    metrics = read(tmp_path)["metrics"]
+    assert metrics["eval/accuracy"][0] == 0.5 and math.isnan(metrics["eval/accuracy"][1])
+    assert all(map(math.isnan, metrics["loss/total"]))
+
+
+def test_findings_are_those_of_the_table_of_rules(tmp_path: Path) -> None:
+    row = {"reward/mean": 0.0, "reward/constant_groups": 1.0, "response/length_mean": 3.0}
+    better = {**row, "reward/constant_groups": 0.5}
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, **(better if step == 6 else row)} for step in range(1, 7)],
+    )
+    (finding,) = read(tmp_path)["findings"]
+    assert (finding["rule"], finding["since"], finding["holds"]) == ("no_signal", 1, False)
+    assert "env.task_args" in finding["advice"] and finding["source"]
+
+
+def test_texts_of_a_long_run_are_a_sample_with_its_beginning_and_its_end(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    long = "x" * 500
+    rows = [
+        rollout(step, group, sample, response=f"{step} {sample} {long}")
+        for step in range(1, 101)
+        for group in range(2)
+        for sample in range(2)
+    ]
+    write_lines(tmp_path / "rollouts.jsonl", rows)
+    contents = read(tmp_path, characters=30_000)
+    assert contents["sampled"] and len(contents["rollouts"]["step"]) == 400
+    texts = contents["texts"]["rollouts"]
+    assert 15_000 < sum(len(text["response"]) for text in texts) <= 30_000
+    for step in (1, 100):
+        assert len(texts_of(contents, step)) == 4
+    kept = [step for step in range(1, 101) if texts_of(contents, step)]
+    assert len(kept) > 10 and max(b - a for a, b in pairwise(kept)) < 20
+    # Groups are whole, and the texts are those of their rows.
+    assert all(len(texts_of(contents, step)) in (2, 4) for step in kept)
+    assert all(text.startswith(f"{step} ") for step in kept for text in texts_of(contents, step))
+
+
+def test_a_text_of_a_megabyte_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    write_lines(tmp_path / "rollouts.jsonl", [rollout(1, 0, response="begin" + "x" * 2**20 + "end")])
+    (text,) = read(tmp_path)["texts"]["rollouts"]
+    response = text["response"]
+    assert response.startswith("begin") and response.endswith("end") and "1,032,584 characters" in response
+    assert len(response) < 20_000
+
+
+def test_one_round_cannot_take_the_room_of_all(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    rows = [rollout(step, group, response="x" * 1000) for step in (1, 2, 3) for group in range(100)]
+    write_lines(tmp_path / "rollouts.jsonl", rows)
+    contents = read(tmp_path, characters=40_000)
+    assert {step: len(texts_of(contents, step)) for step in (1, 3)} == {1: 9, 3: 9}
+    assert len(contents["rollouts"]["step"]) == 300
+
+
+def test_the_oldest_rollouts_give_way_beyond_the_bound(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    write_lines(tmp_path / "rollouts.jsonl", [rollout(step, step) for step in range(1, 1001)])
+    contents = read(tmp_path, most_rollouts=100)
+    steps = list(contents["rollouts"]["step"])
+    assert steps == list(range(contents["dropped"] + 1, 1001)) and 75 <= len(steps) <= 100
+    assert texts_of(contents, 1000) == [rollout(1000, 1000)["response"]]
+
+
+def test_a_reward_that_appears_later_has_gaps_before() -> None:
+    columns = Columns(10)
+    row = dict.fromkeys(columns.columns, 0)
+    columns.append(row, {"a": 1.0})
+    columns.append(row, {"b": 2.0})
+    assert columns.columns["part:a"][0] == 1.0 and math.isnan(columns.columns["part:a"][1])
+    assert math.isnan(columns.columns["part:b"][0]) and columns.columns["part:b"][1] == 2.0
+
+
+def test_held_out_problems_have_their_grades_and_first_and_newest_response(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    contents = read(tmp_path)
+    held_out, texts = contents["held_out"], contents["texts"]["held_out"]
+    assert held_out["ids"] == ["learnt", "forgotten", "never", "always"] and held_out["steps"] == [0, 10, 20]
+    assert list(held_out["grades"]) == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1]
+    assert (texts[0]["first"]["response"], texts[0]["last"]["response"]) == (
+        "learnt at step 0",
+        "learnt at step 20",
+    )
+
+
+def test_the_plan_and_versions_of_the_start_are_read_and_secrets_are_not(tmp_path: Path) -> None:
+    hydra = tmp_path / ".hydra"
+    cfg = Config()
+    record(tmp_path, cfg, HOSTILE)
+    job = {"hydra": {"job": {"name": "grpo.py", "config_name": "grpo_gsm8k"}}}
+    (hydra / "hydra.yaml").write_text(json.dumps(job))
+    (hydra / "overrides.yaml").write_text(json.dumps(["optimizer.lr=2e-5", "reward.args.key=secret"]))
+    config = {
+        "optimizer": {"lr": 2e-5, "eps": 1e-8},
+        "reward": {"args": {"key": "secret"}},
+        "hub": {"push": "a/b"},
+    }
+    (hydra / "config.yaml").write_text(yaml.safe_dump(config))
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    about = read(tmp_path)["about"]
+    assert about["plan"] == HOSTILE and about["versions"]["torchrl-grpo"]
+    assert about["right"] == {"reward": "gsm8k", "threshold": 1.0}
+    assert "--config-name=grpo_gsm8k optimizer.lr=2e-5" in about["command"]
+    settings = {entry["key"]: entry for entry in about["config"]}
+    assert settings["optimizer.lr"]["overridden"] and settings["optimizer.lr"]["changed"]
+    assert not settings["optimizer.eps"]["overridden"] and not settings["optimizer.eps"]["changed"]
+    assert "secret" not in json.dumps(about) and "a/b" not in json.dumps(about)

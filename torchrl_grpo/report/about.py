@@ -1,0 +1,115 @@
+"""What a report says of a run besides its measurements: command, configuration, plan of devices, versions.
+
+Plan and versions are those of the newest start, which :func:`record` writes into Hydra's record of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_grpo.checkpoints.run_dir import public_command
+from torchrl_grpo.config.public import public_entries, public_overrides
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.observe.metrics import jsonable
+from torchrl_grpo.rewards.registry import eval_reward_name
+from torchrl_grpo.runtime.files.shared_files import read_regular, replace
+from torchrl_grpo.runtime.package_versions import versions
+
+RECORD = Path(".hydra/about.json")
+
+
+def record(run_dir: Path, cfg: Config, plan: str) -> None:
+    """Write what only the run itself knows.
+
+    Args:
+        run_dir: folder of the run.
+        cfg: configuration of the run.
+        plan: table of roles and devices.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = run_dir / RECORD
+    path.parent.mkdir(parents=True, exist_ok=True)
+    threshold = 1.0 if cfg.eval.threshold is None else cfg.eval.threshold
+    entries = {
+        "plan": plan,
+        "versions": versions("ray", "accelerate", "datasets"),
+        "machine": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        # Which responses count as right, in the history of a problem.
+        "right": {"reward": eval_reward_name(cfg), "threshold": threshold},
+    }
+    replace(path, json.dumps(entries, indent=1) + "\n")
+
+
+def about(run_dir: Path) -> dict[str, Any]:
+    """Return the entries of :func:`record`, ``command``, ``config`` and ``overrides``, without secrets.
+
+    What the folder does not have is empty.
+    """
+    hydra = run_dir / ".hydra"
+    overrides = _read(hydra / "overrides.yaml")
+    words = [word for word in overrides if isinstance(word, str)] if isinstance(overrides, list) else []
+    config = _read(hydra / "config.yaml")
+    return {
+        "plan": "",
+        "versions": {},
+        "machine": "",
+        "started": "",
+        "right": {},
+        **jsonable(_as_mapping(_read(run_dir / RECORD, json.loads))),
+        "command": public_command(run_dir),
+        "overrides": public_overrides(words),
+        "config": _settings(_as_mapping(config), words),
+    }
+
+
+def _settings(config: Mapping[str, Any], words: list[str]) -> list[dict[str, Any]]:
+    """Return each key with its value, and whether it was set on the command line or is not the default."""
+    defaults = dict(_flat(dataclasses.asdict(Config())))
+    set_keys = {word.lstrip("+~").partition("=")[0] for word in words}
+    return [
+        {
+            "key": key,
+            "value": _text(value),
+            "overridden": any(key == name or key.startswith(f"{name}.") for name in set_keys),
+            "changed": _text(value) != _text(defaults.get(key)),
+        }
+        for key, value in _flat(public_entries(config))
+    ]
+
+
+def _text(value: Any) -> str:
+    # YAML has the names of choices.
+    return json.dumps(value, default=lambda choice: choice.name)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    entries: list[tuple[str, Any]] = []
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            entries += _flat(value, f"{prefix}{name}.")
+        else:
+            entries.append((f"{prefix}{name}", value))
+    return entries
+
+
+def _read(path: Path, parse: Callable[[bytes], Any] = yaml.safe_load) -> Any:
+    try:
+        return parse(read_regular(path))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        # The folder may be a copy of the measurements alone.
+        return None
+
+
+def _as_mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,93 @@
+"""The history of each held-out problem: its grade in each evaluation, its first and its newest response."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import Any
+
+from torchrl_grpo.observe.metrics import jsonable
+from torchrl_grpo.report.columns import number
+from torchrl_grpo.report.texts import shorten
+
+# Characters of responses and prompts that are kept.
+_BUDGET = 8_000_000
+_MOST_PROBLEMS = 20_000
+
+
+class HeldOutHistory:
+    """Grades by problem and evaluation.
+
+    Attributes:
+        lost: whether a problem or a text was left out.
+    """
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._steps: list[int] = []
+        self._problems: dict[str, int] = {}
+        # For each evaluation: sum and number of the grades of each problem.
+        self._sums: list[array[float]] = []
+        self._counts: list[array[int]] = []
+        self._texts: dict[int, dict[str, Any]] = {}
+        self._size = 0
+
+    def take(self, row: dict[str, Any]) -> None:
+        """Add a line of ``evaluations.jsonl``."""
+        step, id = row["step"], str(row.get("id"))
+        if id not in self._problems and len(self._problems) >= _MOST_PROBLEMS:
+            self.lost = True
+            return
+        problem = self._problems.setdefault(id, len(self._problems))
+        if not self._steps or self._steps[-1] != step:
+            self._steps.append(step)
+            self._sums.append(array("f"))
+            self._counts.append(array("i"))
+        sums, counts = self._sums[-1], self._counts[-1]
+        while len(sums) <= problem:
+            sums.append(0.0)
+            counts.append(0)
+        is_first_sample = counts[problem] == 0
+        grade = number(row.get("grade"))
+        sums[problem] += 0.0 if math.isnan(grade) else grade
+        counts[problem] += 1
+        if is_first_sample:
+            self._take_text(problem, id, step, row)
+
+    def _take_text(self, problem: int, id: str, step: int, row: dict[str, Any]) -> None:
+        response = shorten(str(row.get("response", "")))
+        text = {"step": step, "response": response, "grade": jsonable(number(row.get("grade")))}
+        texts = self._texts.get(problem)
+        if texts is None:
+            prompt = shorten(str(row.get("prompt", "")))
+            if self._size + len(prompt) + 2 * len(response) > _BUDGET:
+                self.lost = True
+                return
+            self._texts[problem] = {"id": id, "prompt": prompt, "first": text, "last": text}
+            self._size += len(prompt) + 2 * len(response)
+            return
+        previous: str = texts["last"]["response"]
+        if self._size + len(response) - len(previous) > _BUDGET:
+            self.lost = True
+            return
+        self._size += len(response) - len(previous)
+        texts["last"] = text
+
+    def contents(self) -> dict[str, Any]:
+        """Return ids, steps, and the grades of each evaluation as one array."""
+        width = len(self._problems)
+        grades = array("f", [math.nan]) * (width * len(self._steps))
+        for evaluation, (sums, counts) in enumerate(zip(self._sums, self._counts, strict=True)):
+            for problem, count in enumerate(counts):
+                if count:
+                    grades[evaluation * width + problem] = sums[problem] / count
+        return {
+            "ids": list(self._problems),
+            "steps": self._steps,
+            "grades": grades,
+            "lost": self.lost,
+        }
+
+    def texts(self) -> list[dict[str, Any] | None]:
+        """Return prompt, first and newest response of each problem; None for one beyond the bound."""
+        return [self._texts.get(problem) for problem in range(len(self._problems))]

@@ -1,0 +1,63 @@
+// Starts the page: tabs, and the way from a step of a curve to its rollouts.
+
+async function main() {
+  const data = await readData();
+  let run = data.runs[0];
+  document.title = document.getElementById("title").textContent = data.runs.map((each) => each.name).join(" and ");
+  const host = document.getElementById("main");
+  let current = "";
+  const remember = (filters) => { if (current === "rollouts") address.write("rollouts", filters); };
+
+  function openRollouts(filters) {
+    go("rollouts", filters);
+  }
+
+  // Opens the round that a step trained on, which is under its first step.
+  function openStep(step) {
+    let round = -1;
+    for (const start of run.rollouts.step) if (start <= step && start > round) round = start;
+    openRollouts(round < 0 ? {} : { from: String(round), to: String(round) });
+  }
+
+  const viewsOf = (each) => ({
+    rollouts: new Rollouts(each, remember), problems: new Problems(each, openRollouts), timeline: new Timeline(each),
+  });
+  const views = { overview: new Overview(data, openStep), curves: new Curves(data, openStep), ...viewsOf(run) };
+  const tabs = Object.keys(views).map((name) => h("button", { id: `tab-${name}`, onclick: () => go(name) }, name[0].toUpperCase() + name.slice(1)));
+  document.getElementById("tabs").append(...tabs);
+  if (data.runs.length > 1) {
+    const choice = h("select", { id: "run", onchange: () => { run = data.runs[choice.value]; Object.assign(views, viewsOf(run)); go(current); } }, data.runs.map((each, at) => h("option", { value: at }, each.name)));
+    document.getElementById("tabs").append(choice);
+  }
+
+  function go(name, filters) {
+    current = name;
+    for (const tab of tabs) tab.classList.toggle("on", tab.id === `tab-${name}`);
+    host.replaceChildren(views[name].element);
+    if (name !== "rollouts") address.write(name);
+    views[name].show(filters);
+    scrollTo(0, 0);
+  }
+
+  const { tab, filters } = address.read();
+  go(views[tab] ? tab : "overview", tab === "rollouts" ? filters : undefined);
+  document.body.dataset.ready = "yes";
+  if (data.watched) watch();
+}
+
+// Loads the page again when its files have changed. The server then answers with another tag.
+function watch() {
+  let tag = null;
+  setInterval(async () => {
+    const answer = await fetch(location.pathname, { method: "HEAD", cache: "no-store" }).catch(() => null);
+    if (answer === null || !answer.ok) return;
+    const newest = answer.headers.get("ETag");
+    if (tag !== null && newest !== tag) location.reload();
+    tag = newest;
+  }, 3000);
+}
+
+main().catch((error) => {
+  document.getElementById("main").replaceChildren(h("p", { className: "bad", id: "failure" }, `This report cannot be read: ${error.message}`));
+  throw error;
+});

@@ -1,0 +1,200 @@
+"""Reads the files of a run into data of bounded size, and again what has been added to them since.
+
+Numbers of each rollout are kept, and texts of a sample (:mod:`torchrl_grpo.report.texts`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.observe.guards import Finding, Guards
+from torchrl_grpo.observe.metrics import DISCARDED, EVALUATIONS, METRICS, ROLLOUTS, jsonable
+from torchrl_grpo.observe.report import SUMMARY
+from torchrl_grpo.report.about import about
+from torchrl_grpo.report.columns import Columns, number
+from torchrl_grpo.report.held_out import HeldOutHistory
+from torchrl_grpo.report.lines import GrowingFile, LinesRepeated
+from torchrl_grpo.report.texts import TextSample, shorten
+
+_MOST_ROLLOUTS = 1_000_000
+_CHARACTERS = 24_000_000
+# Metrics beyond these are left out.
+_MOST_METRICS = 500
+UNKNOWN, ENDED, CUT_OFF, FAILED = range(4)
+
+
+class RunReader:
+    """What the files of a run say.
+
+    Args:
+        run_dir: folder of the run.
+        most_rollouts: number of rollouts whose numbers are kept.
+        characters: number of characters of texts that are kept.
+    """
+
+    def __init__(
+        self, run_dir: Path, most_rollouts: int = _MOST_ROLLOUTS, characters: int = _CHARACTERS
+    ) -> None:
+        self.run_dir = run_dir
+        self._limits = most_rollouts, characters
+        self._clear()
+
+    def _clear(self) -> None:
+        most_rollouts, characters = self._limits
+        self._files = {
+            name: GrowingFile(self.run_dir / name) for name in (METRICS, ROLLOUTS, DISCARDED, EVALUATIONS)
+        }
+        self._steps = array("i")
+        self._metrics: dict[str, array[float]] = {}
+        self._guards = Guards()
+        self._findings: list[Finding] = []
+        self._rollouts = Columns(most_rollouts)
+        self._texts = TextSample(characters)
+        self._problems: dict[int, int] = {}
+        self._reasons = [""]
+        self._held_out = HeldOutHistory()
+
+    def update(self) -> None:
+        """Read what was added to the files. If they were cut, all is read again."""
+        if any(file.was_cut() for file in self._files.values()):
+            self._clear()
+        try:
+            self._read()
+        except LinesRepeated:
+            self._clear()
+            # A step may fall once more only in a file that is no run's.
+            self._read()
+
+    def _read(self) -> None:
+        for row in self._files[METRICS].new_lines():
+            self._take_metrics(row)
+        for row in self._files[ROLLOUTS].new_lines():
+            self._take_rollout(row)
+        for row in self._files[DISCARDED].new_lines():
+            self._take_rollout(row)
+        for row in self._files[EVALUATIONS].new_lines():
+            self._held_out.take(row)
+
+    def _take_metrics(self, row: dict[str, Any]) -> None:
+        numbers = {name: number(value) for name, value in row.items() if name != "step"}
+        for name in numbers:
+            if name not in self._metrics and len(self._metrics) < _MOST_METRICS:
+                self._metrics[name] = array("d", [math.nan]) * len(self._steps)
+        self._steps.append(row["step"])
+        for name, column in self._metrics.items():
+            column.append(numbers.get(name, math.nan))
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._findings += self._guards.take(row["step"], finite)
+
+    def _take_rollout(self, row: dict[str, Any]) -> None:
+        prompt, response = str(row.get("prompt", "")), str(row.get("response", ""))
+        rewards, errors = _mapping(row.get("rewards")), _mapping(row.get("errors"))
+        reason = str(row.get("discarded", ""))
+        if reason not in self._reasons and len(self._reasons) < 256:
+            self._reasons.append(reason)
+        group = _integer(row.get("group_id"))
+        numbers: dict[str, int | float] = {
+            "step": row["step"],
+            "group": group,
+            "problem": self._problems.setdefault(hash(prompt), len(self._problems)),
+            "length": _integer(row.get("length")),
+            "version": _integer(row.get("policy_version")),
+            "finish": _finish(row, errors),
+            "discarded": self._reasons.index(reason) if reason in self._reasons else 0,
+            "reward": number(row.get("reward")),
+            "advantage": number(row.get("advantage")),
+        }
+        number_of_row = self._rollouts.append(numbers, rewards)
+        entry: dict[str, Any] = {"prompt": shorten(prompt), "response": shorten(response)}
+        if isinstance(messages := row.get("messages"), list):
+            entry["messages"] = [_message(message) for message in messages[:200]]
+        if errors:
+            entry["errors"] = {str(name): shorten(str(error)) for name, error in errors.items()}
+        if isinstance(tokens := row.get("tokens"), dict):
+            entry["tokens"] = jsonable(tokens)
+        size = sum(len(text) for text in _texts(entry))
+        self._texts.add(row["step"], group, number_of_row, entry, size)
+
+    def contents(self) -> dict[str, Any]:
+        """Return all of it, for :mod:`torchrl_grpo.report.page_file`."""
+        prompts: dict[str, int] = {}
+        texts: list[dict[str, Any]] = []
+        text_of = array("i", [-1]) * len(self._rollouts)
+        for row, entry in self._texts.entries():
+            if row < self._rollouts.dropped:
+                continue
+            text_of[row - self._rollouts.dropped] = len(texts)
+            texts.append({**entry, "prompt": prompts.setdefault(entry["prompt"], len(prompts))})
+        holding = {finding.rule.name for finding in self._guards.holding()}
+        return {
+            "name": self.run_dir.resolve().name,
+            "about": about(self.run_dir),
+            "summary": _json_object(self.run_dir / SUMMARY),
+            "steps": self._steps,
+            "metrics": self._metrics,
+            "findings": [_finding(finding, holding) for finding in self._findings],
+            "rollouts": {**self._rollouts.columns, "text": text_of},
+            "reasons": self._reasons,
+            "texts": {"prompts": list(prompts), "rollouts": texts, "held_out": self._held_out.texts()},
+            "held_out": self._held_out.contents(),
+            "damaged": {name: file.damaged for name, file in self._files.items() if file.damaged},
+            "dropped": self._rollouts.dropped,
+            "sampled": self._texts.lost,
+        }
+
+
+def _finding(finding: Finding, holding: set[str]) -> dict[str, Any]:
+    return {
+        "rule": finding.rule.name,
+        "since": finding.since,
+        "seen": finding.seen,
+        "advice": finding.rule.advice,
+        "source": finding.rule.source,
+        "reads": list(finding.rule.reads),
+        "holds": finding.rule.name in holding,
+    }
+
+
+def _finish(row: dict[str, Any], errors: dict[str, Any]) -> int:
+    if "environment" in errors:
+        return FAILED
+    return {True: CUT_OFF, False: ENDED}.get(row.get("truncated"), UNKNOWN)  # type: ignore[arg-type]
+
+
+def _integer(value: Any) -> int:
+    return value if type(value) is int and abs(value) < 2**31 else -1
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _message(message: Any) -> dict[str, str]:
+    """Return role and content of a message of an episode as text."""
+    parts = _mapping(message)
+    content = parts.get("content")
+    text = content if isinstance(content, str) else json.dumps(content)
+    if calls := parts.get("tool_calls"):
+        text = f"{text}\n{json.dumps(calls)}"
+    return {"role": str(parts.get("role", "")), "content": shorten(text)}
+
+
+def _texts(entry: dict[str, Any]) -> list[str]:
+    messages = [message["content"] for message in entry.get("messages", ())]
+    # A token's numbers take about as much room as thirty characters.
+    tokens = [
+        " " * 30 * len(values) for values in entry.get("tokens", {}).values() if isinstance(values, list)
+    ]
+    return [entry["prompt"], entry["response"], *messages, *entry.get("errors", {}).values(), *tokens]
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        return _mapping(jsonable(json.loads(path.read_text())))
+    except (OSError, ValueError, RecursionError):
+        # The run has not ended, or the file is damaged.
+        return {}

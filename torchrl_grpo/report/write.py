@@ -1,0 +1,58 @@
+"""Writes ``report.html`` into the folder of a run. A failure is a message and never an error of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.observe.report import PAGE
+from torchrl_grpo.report import about
+from torchrl_grpo.report.page_file import render
+from torchrl_grpo.report.reader import RunReader
+from torchrl_grpo.runtime.files.shared_files import replace
+
+
+def write(reader: RunReader) -> Path:
+    """Read what is new in a run's files, and write its report.
+
+    Raises:
+        OSError: a file cannot be read, or the report cannot be written.
+    """
+    reader.update()
+    path = reader.run_dir / PAGE
+    replace(path, render([reader.contents()]))
+    return path
+
+
+class ReportWriter:
+    """Writes the report of a run in progress, again and again.
+
+    Args:
+        run_dir: folder of the run.
+        warn: function that shows a message. It is called once, for the first failure.
+    """
+
+    def __init__(self, run_dir: Path, warn: Callable[[str], object]) -> None:
+        self._reader = RunReader(run_dir)
+        self._warn: Callable[[str], object] | None = warn
+
+    def record(self, cfg: Config, plan: str) -> None:
+        """Write what only the run itself knows, see :func:`torchrl_grpo.report.about.record`."""
+        self._try(lambda: about.record(self._reader.run_dir, cfg, plan))
+
+    def write(self) -> None:
+        """Write the report of what the files say now."""
+        self._try(lambda: write(self._reader))
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  # a defect of the report must not cost the run its training
+            if self._warn is not None:
+                path = self._reader.run_dir / PAGE
+                self._warn(
+                    f"warning: {path} could not be written ({type(error).__name__}: {error}); the run "
+                    f"goes on, and grpo-report {self._reader.run_dir} writes it later"
+                )
+                self._warn = None
