@@ -42,6 +42,7 @@ from torchrl_grpo.observe import (
     wandb_login,
     wilson,
 )
+from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.report import SUMMARY, of_ended_run
 from torchrl_grpo.observe.stats import cuda_in_use
 
@@ -551,6 +552,7 @@ def config(*backends: str) -> Config:
     cfg = Config()
     cfg.logging.backends = list(backends)
     cfg.logging.experiment = "exp"
+    cfg.logging.table_rows = 16
     return cfg
 
 
@@ -696,9 +698,58 @@ def test_wandb_shows_the_first_responses_as_a_table(tmp_path: Path, monkeypatch:
     assert table["columns"] == [
         *("group_id", "prompt", "response", "reward", "advantage", "reward/long", "reward/right")
     ]
-    assert len(table["data"]) == 64
+    assert len(table["data"]) == 16
     assert table["data"][1] == [0, "<b>2+2?", "<i>1\n# x", 0.5, 0.0, 1.0, 0.5]
     assert table["data"][0][-2:] == [None, 0.0]
+
+
+class Remembers:
+    """A logger of TorchRL that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        self.logged.append(metrics)
+
+
+def test_a_service_gets_text_only_if_it_shall_and_never_more_than_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import wandb
+
+    monkeypatch.setattr(wandb, "Table", lambda columns, data: data)
+    long = [{**row, "response": "a" * 3_000 + "z" * 3_000} for row in ROLLOUTS]
+    assert Config().logging.table_rows == 0
+    for rows in (0, 5):
+        logger = Remembers()
+        loggers = Loggers([logger], {"wandb": Path()}, table_rows=rows)  # type: ignore[list-item]
+        loggers.log_rollouts(long, 3)
+        tables = [metrics["rollouts"] for metrics in logger.logged]
+        assert [len(table) for table in tables] == [rows] * bool(rows)
+        texts = {row[2] for table in tables for row in table}
+        assert texts <= {"a" * 1_000 + " [...] " + "z" * 1_000} and bool(texts) is bool(rows)
+    assert long[0]["response"] == "a" * 3_000 + "z" * 3_000, "rollouts.jsonl has all"
+
+
+@pytest.mark.parametrize(
+    ("grader", "metrics", "plot"),
+    [
+        ("gsm8k/flexible", {"eval/accuracy": 0.5, "eval/strict": 0.25}, "gsm8k_flexible"),
+        ("brevity", {"eval/primary": 0.5, "eval/accuracy": 0.5}, "brevity"),
+        ("reasoning_gym (sums), ifeval (b)", {"eval/accuracy": 0.5}, "reasoning_gym_sums_ifeval_b"),
+        ("the loss of their solutions", {"eval/loss": 0.5}, "the_loss_of_their_solutions"),
+        ("brevity", {"reward/mean": 1.0}, None),
+        ("", {"eval/accuracy": 0.5}, None),
+    ],
+)
+def test_the_plot_of_the_held_out_value_names_what_grades(
+    grader: str, metrics: dict[str, float], plot: str | None
+) -> None:
+    logger = Remembers()
+    Loggers([logger], grader=grader).log_scalars(metrics, 1)  # type: ignore[list-item]
+    named = {} if plot is None else {f"held_out/{plot}": 0.5}
+    assert logger.logged == [{**metrics, **named}]
 
 
 def test_trackio_shows_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -733,7 +784,7 @@ def test_trackio_shows_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.M
         loggers.close()
     (numbers, first), (table, second), *_ = logged
     assert (numbers, first, second) == ({"reward/mean": 0.5}, 1, 3)
-    assert table["rollouts"][0][:3] == ["group_id", "prompt", "response"] and len(table["rollouts"][1]) == 64
+    assert table["rollouts"][0][:3] == ["group_id", "prompt", "response"] and len(table["rollouts"][1]) == 16
     # A resumed run goes on in its own.
     assert starts[0] == starts[1] and starts[0]["name"].startswith("exp-") and starts[0]["resume"] == "allow"
     assert sum(step == -1 for _, step in logged) == 2

@@ -319,6 +319,13 @@ class LoggingConfig:
         True,
         "Write every response with its rewards to rollouts.jsonl, and held-out ones to evaluations.jsonl.",
     )
+    table_rows: Annotated[int, Range(ge=0)] = key(
+        0,
+        "Responses of each round that W&B and trackio show as a table, e.g. 16, in the order of "
+        "rollouts.jsonl; 0 sends them no text. Of a prompt or a response that is longer than 2000 "
+        "characters, the first and the last 1000 are shown.",
+        only_with="logging.rollouts=true",
+    )
     progress: bool = key(True, "Show a progress bar, or plain lines if there is no terminal.")
 
 

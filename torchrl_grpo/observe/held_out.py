@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+# Metrics that may be the held-out value, the first that is there.
+PRIMARY = ("eval/primary", "eval/accuracy", "eval/loss")
+
 
 class HeldOut(NamedTuple):
     """Held-out value with its 95 % interval; larger is better.

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 import textwrap
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from torchrl_grpo.config.schema import LoggingConfig
 from torchrl_grpo.config.values import LOGGERS
 from torchrl_grpo.errors import CheckpointError, ConfigError, first_line
 from torchrl_grpo.observe import wandb_login
+from torchrl_grpo.observe.held_out import PRIMARY
 from torchrl_grpo.runtime.files.shared_files import read_regular, replace
 
 if TYPE_CHECKING:
@@ -29,8 +31,12 @@ if TYPE_CHECKING:
 
 # Name of the responses in a logger.
 ROLLOUTS_NAME = "rollouts"
-# Responses of a round that a table shows, and that TensorBoard shows as texts. All are in rollouts.jsonl.
-_TABLE_ROWS, _TEXTS = 64, 4
+# Responses of a round that TensorBoard shows as texts. All are in rollouts.jsonl.
+_TEXTS = 4
+# Longest text of a response that a logger shows, in characters.
+_CHARACTERS = 2_000
+# Prefix of the held-out value in the plots of a logger; the name of what grades follows.
+_HELD_OUT = "held_out"
 # Seconds that W&B's server has to start a run.
 _WANDB_START_S = 30
 
@@ -42,6 +48,8 @@ class Loggers:
         loggers: TorchRL loggers; may be empty.
         places: folder of each logger by name, for the closing summary.
         notes: messages for the user about the loggers, one line each.
+        table_rows: responses of a round that tables show.
+        grader: what grades held-out responses, for the name of their plot; empty for no such plot.
     """
 
     def __init__(
@@ -49,13 +57,21 @@ class Loggers:
         loggers: Sequence[Logger] = (),
         places: Mapping[str, Path] | None = None,
         notes: Sequence[str] = (),
+        table_rows: int = 0,
+        grader: str = "",
     ) -> None:
         self.loggers = list(loggers)
         self.places = dict(places or {})
         self.notes = tuple(notes)
+        self._table_rows = table_rows
+        # TensorBoard takes no other characters, and "/" would begin a group.
+        name = re.sub(r"[^\w.-]+", "_", grader).strip("_")
+        self._held_out = f"{_HELD_OUT}/{name}" if name else None
 
     def log_scalars(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log the numbers among the metrics, without text, NaN and infinities.
+
+        The held-out value is logged a second time, as ``held_out/<what grades it>``, the title of its plot.
 
         Args:
             metrics: values by name.
@@ -66,6 +82,9 @@ class Loggers:
             for name, value in metrics.items()
             if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
+        primary = next((name for name in PRIMARY if name in numbers), None)
+        if primary is not None and self._held_out is not None:
+            numbers[self._held_out] = numbers[primary]
         for logger in self.loggers:
             logger.log_metrics(numbers, step=step)
 
@@ -73,22 +92,24 @@ class Loggers:
         """Show responses where a logger can: as a table in W&B and trackio, as texts in TensorBoard.
 
         Args:
-            rows: lines of ``rollouts.jsonl`` of one round. Only the first are shown.
+            rows: lines of ``rollouts.jsonl`` of one round. Only the first are shown, and of a long text the
+                beginning and the end.
             step: number of the optimizer step.
         """
+        shown = [_shortened(row) for row in rows[: max(self._table_rows, _TEXTS)]]
         for name, logger in zip(self.places, self.loggers, strict=False):
-            if name == "wandb":
+            if name == "wandb" and self._table_rows:
                 import wandb
 
-                table = wandb.Table(**_table(rows[:_TABLE_ROWS]))
+                table = wandb.Table(**_table(shown[: self._table_rows]))
                 logger.log_metrics({ROLLOUTS_NAME: table}, step=step)
-            elif name == "trackio":
+            elif name == "trackio" and self._table_rows:
                 import trackio
 
-                table = trackio.Table(**_table(rows[:_TABLE_ROWS]))
+                table = trackio.Table(**_table(shown[: self._table_rows]))
                 logger.experiment.log({ROLLOUTS_NAME: table}, step=step)
             elif name == "tensorboard":
-                texts = "\n\n".join(map(_as_markdown, rows[:_TEXTS]))
+                texts = "\n\n".join(map(_as_markdown, shown[:_TEXTS]))
                 logger.experiment.add_text(ROLLOUTS_NAME, texts, step)
 
     def close(self) -> None:
@@ -97,7 +118,9 @@ class Loggers:
             self.loggers.pop().close()
 
 
-def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> Loggers:
+def build(
+    cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None = None, grader: str = ""
+) -> Loggers:
     """Build the loggers that ``logging.backends`` names, and log the configuration.
 
     Args:
@@ -105,6 +128,7 @@ def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None 
         run_dir: folder of the run; the loggers write below it.
         resume_step: step that a resumed run continues from. CSV and TensorBoard drop later steps, because the
             run repeats them. None for a new run.
+        grader: what grades held-out responses; empty if nothing does.
 
     Returns:
         The combined loggers; empty if ``logging.backends`` is empty. TorchRL is then not imported.
@@ -142,7 +166,7 @@ def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None 
             logger = _wandb(root / name, experiment, cfg.logging, notes)
         logger.log_hparams(hparams)
         loggers.append(logger)
-    return Loggers(loggers, places, notes)
+    return Loggers(loggers, places, notes, cfg.logging.table_rows, grader)
 
 
 # The next four functions import TorchRL locally: the import takes seconds, and most runs select no logger.
@@ -248,6 +272,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     plain = ["group_id", "prompt", "response", "reward", "advantage"]
     data = [[row[name] for name in plain] + [row["rewards"].get(name) for name in names] for row in rows]
     return {"columns": plain + [f"reward/{name}" for name in names], "data": data}
+
+
+def _shortened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of ``rollouts.jsonl`` with the beginning and the end of a long prompt or response."""
+    half = _CHARACTERS // 2
+    texts = {name: row[name] for name in ("prompt", "response") if len(row[name]) > _CHARACTERS}
+    return {**row, **{name: f"{text[:half]} [...] {text[-half:]}" for name, text in texts.items()}}
 
 
 def _as_markdown(row: Mapping[str, Any]) -> str:

@@ -267,7 +267,7 @@ def _open_outputs(
     evaluations = EvaluationWriter(run_dir, evaluated) if cfg.logging.rollouts else None
     if evaluations is not None:
         exit_stack.callback(evaluations.close)
-    chosen = loggers.build(cfg, run_dir, step)
+    chosen = loggers.build(cfg, run_dir, step, job.grader.name)
     exit_stack.callback(chosen.close)
     if step is not None:
         end = "; it has already ended" if schedule.is_finished(step) else ""
