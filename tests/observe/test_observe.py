@@ -723,7 +723,7 @@ def test_a_service_gets_text_only_if_it_shall_and_never_more_than_a_limit(
     assert Config().logging.table_rows == 0
     for rows in (0, 5):
         logger = Remembers()
-        loggers = Loggers([logger], {"wandb": Path()}, table_rows=rows)  # type: ignore[list-item]
+        loggers = Loggers([logger], {"wandb": Path()}, table_rows=rows)
         loggers.log_rollouts(long, 3)
         tables = [metrics["rollouts"] for metrics in logger.logged]
         assert [len(table) for table in tables] == [rows] * bool(rows)
@@ -747,7 +747,7 @@ def test_the_plot_of_the_held_out_value_names_what_grades(
     grader: str, metrics: dict[str, float], plot: str | None
 ) -> None:
     logger = Remembers()
-    Loggers([logger], grader=grader).log_scalars(metrics, 1)  # type: ignore[list-item]
+    Loggers([logger], grader=grader).log_scalars(metrics, 1)
     named = {} if plot is None else {f"held_out/{plot}": 0.5}
     assert logger.logged == [{**metrics, **named}]
 

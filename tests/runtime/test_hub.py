@@ -25,7 +25,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.delenv("HF_DATASETS_OFFLINE")
     config = types.SimpleNamespace(HF_HUB_OFFLINE=False, HF_DATASETS_OFFLINE=False)
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(config=config))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(config=config))
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def why(network: bool) -> str | None:

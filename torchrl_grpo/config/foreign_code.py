@@ -6,6 +6,7 @@ folder, are obeyed (:mod:`torchrl_grpo.cli.model_argument`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +27,11 @@ def keys_with_code(cfg: Config) -> dict[str, Any]:
     usual, values = Config(), {key: attrgetter(key)(cfg) for key in _KEYS}
     codes = {key: value for key, value in values.items() if value != attrgetter(key)(usual)}
     env = cfg.env
-    names = {"env.dataset": [env.dataset], "env.environment": [env.environment], "env.tools": env.tools}
+    names: dict[str, Sequence[str | None]] = {
+        "env.dataset": [env.dataset],
+        "env.environment": [env.environment],
+        "env.tools": env.tools,
+    }
     codes |= {key: attrgetter(key)(cfg) for key, specs in names.items() if any(map(_is_own, specs))}
     if any(_has_code(part, cfg) for part in mixture_parts(cfg)):
         codes["env.mixture"] = env.mixture

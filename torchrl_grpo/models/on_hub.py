@@ -14,7 +14,7 @@ def check_name(name: str) -> None:
         ModelError: it may not.
     """
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(name)
