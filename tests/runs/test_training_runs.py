@@ -183,6 +183,17 @@ def test_a_resumed_run_continues_its_coefficients_and_its_reference(train: Runne
     assert resumed == whole
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
+def test_a_resumed_run_continues_its_optimizer(train: Runner, tmp_path: Path, name: str) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    whole = train("whole", optimizer__name=name, train__checkpoint_frequency=0)
+    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
+    assert train("broken", resume=str(tmp_path / "broken/checkpoints/2")) == whole
+    with pytest.raises(CheckpointError, match=f"optimizer.name=adamw: .* started with optimizer.name={name}"):
+        train("broken", resume="auto", optimizer__name="adamw")
+
+
 def test_resuming_a_run_that_has_ended_leaves_its_figures_and_starts_no_engine(
     train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

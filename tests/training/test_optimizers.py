@@ -119,9 +119,12 @@ def test_muon_in_a_run_is_muon_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {index: matrix.detach().clone() for index, matrix in enumerate(matrices)}
     gradients: dict[int, list[Tensor]] = {index: [] for index in before}
     rates = []
-    step.optimizer.register_step_pre_hook(
-        lambda *_: [gradients[index].append(m.grad.clone()) for index, m in enumerate(matrices)] and None
-    )
+
+    def keep(*_: object) -> None:
+        for index, matrix in enumerate(matrices):
+            gradients[index].append(matrix.grad.clone())
+
+    step.optimizer.register_step_pre_hook(keep)
     for seed in range(3):
         rates.append(step(make_batch(seed=seed))["optimizer/lr"])
     assert rates[0] > rates[1] > rates[2] > 0

@@ -6,6 +6,7 @@ the state of AdamW only (:func:`~torchrl_grpo.planning.resolve.parallelism` refu
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,9 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
     groups = parameter_groups(model, cfg.weight_decay)
     adamw: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
     if cfg.name == OptimizerName.adamw_8bit:
-        # Optional, so it is imported on use only.
-        from bitsandbytes.optim import AdamW8bit
-
-        quantized: torch.optim.Optimizer = AdamW8bit(groups, **adamw)
+        # An optional package, whose classes have no types.
+        bitsandbytes: Any = importlib.import_module("bitsandbytes.optim")
+        quantized: torch.optim.Optimizer = bitsandbytes.AdamW8bit(groups, **adamw)
         return quantized
     if cfg.name == OptimizerName.adamw:
         return torch.optim.AdamW(groups, **adamw, fused=True)
