@@ -34,7 +34,8 @@ def schema_node() -> DictConfig:
 
     Do not write to it, but to a copy.
     """
-    return OmegaConf.structured(Config)
+    node: DictConfig = OmegaConf.structured(Config)
+    return node
 
 
 def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: Sequence[str]) -> list[str]:
