@@ -18,7 +18,8 @@
 # ordinary index.
 #
 # What it leaves out: Python itself, GPU drivers (one that is too old is refused) and compilers, though for cuda
-# it warns where there is none. It installs nothing outside .venv.
+# it warns where there is none. It installs nothing outside .venv, but for Debian's package chromium-headless-shell
+# with --dev, as root and if there is no Chromium.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -273,6 +274,21 @@ install_run() {
     pip_install --no-deps -e .
 }
 
+install_browser() { # a Chromium, in which tests open report.html
+    local name
+    for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+        if command -v "$name" >/dev/null 2>&1; then return; fi
+    done
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing the system's package chromium-headless-shell"
+        if { apt-get update && apt-get install -y --no-install-recommends chromium-headless-shell; } >"$VENV/.apt" 2>&1 </dev/null; then
+            return
+        fi
+        tail -n 3 "$VENV/.apt" >&2
+    fi
+    say "warning: there is no Chromium, so tests of report.html in a browser are skipped; on Debian install the package chromium-headless-shell"
+}
+
 serves() { # whether the .venv works, for this accelerator and, where one is named, this version of Python
     venv_runs || return 1
     [ "$(cat "$VENV/.accelerator" 2>/dev/null)" = "$accelerator" ] || return 1
@@ -296,6 +312,7 @@ fi
 if [ "$dev" = yes ]; then
     say "installing requirements_dev.txt"
     pip_install -r requirements_dev.txt
+    install_browser
     checksum dev >"$VENV/.stamp-dev"
 fi
 if [ "$accelerator" = cuda ] && ! builds_kernels; then

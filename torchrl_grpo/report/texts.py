@@ -87,26 +87,27 @@ class TextSample:
 
     def _thin(self) -> None:
         """Drop texts of the rounds between the first and the newest until the rest fits."""
-        self._apply()
+        for step in list(self._rounds)[1:-1][-1:]:
+            self._restrict(step)
         while self._size > self._budget and len(self._rounds) > 2:
-            middle = list(self._rounds.values())[1:-1]
-            largest = max(len(round_.groups) for round_ in middle)
+            middle = list(self._rounds)[1:-1]
+            largest = max(len(self._rounds[step].groups) for step in middle)
             if largest > 1:
                 self._groups = (largest + 1) // 2
             else:
                 self._stride *= 2
-            self._apply()
+            for step in middle:
+                self._restrict(step)
 
-    def _apply(self) -> None:
-        for step in list(self._rounds)[1:-1]:
-            round_ = self._rounds[step]
-            before = len(round_.groups)
-            if self._groups is not None:
-                round_.keep(self._groups)
-            if self._order[step] % self._stride:
-                round_.keep(0)
-            if len(round_.groups) < before:
-                self.lost = True
-            if not round_.groups:
-                del self._rounds[step]
-        self._size = sum(round_.size for round_ in self._rounds.values())
+    def _restrict(self, step: int) -> None:
+        """Apply what all rounds but the first and the newest must keep to."""
+        round_ = self._rounds[step]
+        groups, size = len(round_.groups), round_.size
+        if self._groups is not None:
+            round_.keep(self._groups)
+        if self._order[step] % self._stride:
+            round_.keep(0)
+        self.lost |= len(round_.groups) < groups
+        self._size += round_.size - size
+        if not round_.groups:
+            del self._rounds[step]

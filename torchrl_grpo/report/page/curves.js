@@ -95,9 +95,13 @@ class Curves {
       hooks: { draw: [(u) => this.drawFindings(u)], setScale: [(u, key) => this.zoomOthers(u, key)] },
     }, columns, holder);
     let from = 0;
+    let timer = 0;
     chart.over.addEventListener("mousedown", (event) => { from = event.clientX; });
     chart.over.addEventListener("click", (event) => {
-      if (Math.abs(event.clientX - from) < 4 && chart.cursor.idx !== null) this.openStep(columns[0][chart.cursor.idx]);
+      const at = chart.cursor.idx;
+      // A second click soon after makes it a double-click, which ends the zoom.
+      clearTimeout(timer);
+      if (Math.abs(event.clientX - from) < 4 && at !== null && event.detail === 1) timer = setTimeout(() => this.openStep(columns[0][at]), 300);
     });
     this.charts.push(chart);
     new ResizeObserver(() => { if (holder.clientWidth) chart.setSize({ width: holder.clientWidth, height: 200 }); }).observe(holder);

@@ -1,0 +1,224 @@
+"""The report in a real browser: curves, filters, groups and text that a model wrote.
+
+``REPORT_PICTURES=FOLDER`` keeps the pictures of the documentation there, and ``REPORT_RUN`` names the run on
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from run_files import HOSTILE, rollout, write_lines, write_run
+
+from torchrl_grpo.report.reader import RunReader
+from torchrl_grpo.report.write import write
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if program is None:
+        without = "there is no Chromium; on Debian install the package chromium-headless-shell"
+        # There the set-up installs it, and a test that is skipped would hide that it did not.
+        pytest.fail(without) if os.environ.get("CI") else pytest.skip(without)
+    with sync_playwright() as playwright:
+        # Its own sandbox does not work for root, as whom containers and continuous integration run.
+        launched = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+Opener = Callable[[Path], Page]
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Opener]:
+    """Opens the report of a run. No request may leave it, and nothing may be logged."""
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    # Nothing is awaited for longer, on however slow a machine.
+    page.set_default_timeout(60_000)
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+
+    def open_report(run: Path) -> Page:
+        reader = RunReader(run)
+        address = write(reader).as_uri()
+        page.on("request", lambda each: problems.append(each.url) if each.url != address else None)
+        page.goto(address)
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_report
+    page.close()
+    assert problems == []
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return page.locator(selector).all_inner_texts()
+
+
+def steps_under(page: Page, over: Locator, share: float) -> set[str]:
+    """Move the mouse over a chart, to a share of its width; the steps that all charts then show."""
+    box = over.bounding_box()
+    assert box is not None
+    # The first movement enters the chart.
+    for x in (share * box["width"] / 2, share * box["width"]):
+        over.hover(position={"x": x, "y": 20})
+    return set(texts(page, ".u-legend .u-series:first-child .u-value"))
+
+
+def test_curves_share_cursor_and_zoom_and_open_the_rollouts_of_a_step(tmp_path: Path, opened: Opener) -> None:
+    page = opened(write_run(tmp_path / "run"))
+    page.click("#tab-curves")
+    titles = texts(page, ".chart h3")
+    assert {"Reward and its parts", "Held-out value, with 95 % interval", "Seconds by phase"} <= set(titles)
+    inked = page.locator(".chart canvas").evaluate_all(
+        "all => all.map(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x > 0))"
+    )
+    assert len(inked) == len(titles) and all(inked)
+    over, other = (page.locator(".chart .u-over").nth(number) for number in (0, 3))
+    assert steps_under(page, over, 0.5) == {"10"}
+    # Zoom into steps 5 to 10 of one chart, and look at the right end of another.
+    box = over.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20, steps=4)
+    page.mouse.up()
+    assert steps_under(page, other, 0.98) == {"10"}
+    other.dblclick(position={"x": 20, "y": 20})
+    assert steps_under(page, over, 0.98) == {"20"}
+    over.click(position={"x": box["width"] / 4, "y": 20})
+    page.wait_for_selector("#filter-from")
+    assert page.input_value("#filter-from") == page.input_value("#filter-to") == "5"
+    assert texts(page, "#count") == ["16 of 320 rollouts"]
+    assert len(texts(page, "#group .card")) == 4
+
+
+def test_findings_lead_to_their_rollouts(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    row = {"reward/mean": 0.0, "reward/constant_groups": 1.0, "response/length_mean": 3.0}
+    write_lines(run / "metrics.jsonl", [{"step": step, **row} for step in range(1, 5)])
+    page = opened(run)
+    assert "all responses of each group had the same reward" in texts(page, ".finding")[0]
+    page.click(".finding button")
+    assert page.input_value("#filter-from") == "1"
+
+
+def test_rollouts_are_filtered_sorted_and_compared(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=5)
+    episode = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "result"}]
+    write_lines(run / "discarded.jsonl", [rollout(2, 77, discarded="no signal", messages=episode)])
+    page = opened(run)
+    page.click("#tab-rollouts")
+    assert texts(page, "#count") == ["81 of 81 rollouts"]
+    page.select_option("#filter-finish", "2")
+    assert texts(page, "#count") == ["20 of 81 rollouts"]
+    page.click("#clear")
+    page.select_option("#filter-of", "part:format")
+    page.fill("#filter-least", "0.1")
+    right = sum((step + group + sample) % 3 == 0 for step, group, sample in rows_of(5)) + (2 + 77) % 3 // 3
+    assert texts(page, "#count") == [f"{right} of 81 rollouts"]
+    page.click("#clear")
+    page.fill("#filter-text", "RESPONSE 2 of group 7 ")
+    assert texts(page, "#count") == ["1 of 81 rollouts"]
+    page.click("#clear")
+    page.click(".heads span >> text=tokens")
+    assert texts(page, ".row >> nth=0")[0].split("\n")[-3:-2] == ["8"]
+    page.select_option("#filter-kept", "discarded")
+    page.click(".row")
+    assert "Discarded: no signal" in texts(page, "#group")[0]
+    assert texts(page, "#group .turn b") == ["assistant", "tool"]
+    # The address has tab and filters, so a reload shows the same.
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert texts(page, "#count") == ["1 of 81 rollouts"]
+
+
+def rows_of(steps: int) -> list[tuple[int, int, int]]:
+    return [
+        (step, (step - 1) * 4 + group, sample)
+        for step in range(1, steps + 1)
+        for group in range(4)
+        for sample in range(4)
+    ]
+
+
+def test_the_history_of_problems_shows_what_was_learnt_and_forgotten(tmp_path: Path, opened: Opener) -> None:
+    page = opened(write_run(tmp_path / "run"))
+    page.click("#tab-problems")
+    held_out = page.locator(".history").first
+    buttons = held_out.locator(".filters button").all_inner_texts()
+    assert buttons == ["all: 4", "learnt: 1", "forgotten: 1", "never solved: 1", "always solved: 1"]
+    held_out.locator("button[data-state=forgotten]").click()
+    held_out.locator(".row").click()
+    assert held_out.locator(".response").all_inner_texts() == ["forgotten at step 0", "forgotten at step 20"]
+
+
+def test_the_timeline_has_lanes_with_idle_gaps(tmp_path: Path, opened: Opener) -> None:
+    page = opened(write_run(tmp_path / "run", steps=3))
+    page.click("#tab-timeline")
+    lanes = texts(page, ".lane b")
+    assert [lane.split()[0] for lane in lanes] == ["engine", "rewards", "trainer"]
+    # 2.0 + 0.5 of 5.8 seconds a step.
+    assert lanes[0].split()[1] == "43"
+
+
+def test_hostile_text_is_text(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    rows = [
+        rollout(1, 0, response=HOSTILE, prompt=HOSTILE, rewards={HOSTILE: 1.0}, errors={HOSTILE: HOSTILE}),
+        rollout(1, 0, response=HOSTILE + "x" * 2**20),
+        rollout(1, 0, messages=[{"role": HOSTILE, "content": HOSTILE}]),
+    ]
+    write_lines(run / "rollouts.jsonl", rows)
+    write_lines(run / "metrics.jsonl", [{"step": 0}, {"step": 1, f"reward/{HOSTILE}": 1.0}])
+    page = opened(run)
+    for tab in ("curves", "problems", "timeline", "rollouts"):
+        page.click(f"#tab-{tab}")
+    page.click(".row")
+    shown = page.locator("#group .response").first.evaluate("element => element.textContent")
+    assert shown == HOSTILE.replace("\ud800", "?")
+    assert page.title() == "run"
+    assert page.locator("main script, main img, main iframe").count() == 0
+
+
+def test_without_the_drawing_library_the_rest_is_shown(
+    tmp_path: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrl_grpo.report.chart_library.PACKAGE", "no-such-package")
+    page = opened(write_run(tmp_path / "run", steps=2))
+    page.click("#tab-curves")
+    assert "no-such-package is not installed" in texts(page, "#no-library")[0]
+    page.click("#tab-rollouts")
+    assert texts(page, "#count") == ["32 of 32 rollouts"]
+
+
+def test_of_a_long_list_only_the_visible_rows_are_elements(tmp_path: Path, opened: Opener) -> None:
+    page = opened(write_run(tmp_path / "run", steps=300, groups=8, samples=8))
+    page.click("#tab-rollouts")
+    assert texts(page, "#count") == ["19,200 of 19,200 rollouts"]
+    assert 5 < page.locator(".row").count() < 100
+    page.locator(".list").evaluate("element => { element.scrollTop = element.scrollHeight }")
+    page.wait_for_function("document.querySelector('.row:last-child').innerText.startsWith('300')")
+    page.fill("#filter-text", "step 299")
+    assert texts(page, "#count") == ["64 of 19,200 rollouts"]
+
+
+def test_pictures_of_the_page(tmp_path: Path, opened: Opener) -> None:
+    folder = Path(os.environ.get("REPORT_PICTURES", tmp_path / "pictures"))
+    page = opened(Path(os.environ.get("REPORT_RUN") or write_run(tmp_path / "run")))
+    for tab in ("curves", "rollouts"):
+        page.click(f"#tab-{tab}")
+        if tab == "rollouts":
+            page.click(".row")
+        page.screenshot(path=folder / f"report-{tab}.png")
+        assert (folder / f"report-{tab}.png").read_bytes().startswith(b"\x89PNG")
