@@ -12,6 +12,7 @@ import pytest
 
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.observe.guards import Finding, Guards
+from torchrl_grpo.observe.past import Setting, constant_share
 from torchrl_grpo.observe.report import summary
 from torchrl_grpo.observe.rules import RULES
 
@@ -42,6 +43,9 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
         "policy/ratio": 1.0,
         "kl/reference": 0.1,
         "kl/sampling_policy": 1e-10,
+        "mismatch/kl_quarter_1": 1e-10,
+        "mismatch/kl_quarter_4": 1e-10,
+        "mismatch/ratio_outside": 0.0,
         "optimizer/lr": 1e-5,
         "optimizer/grad_norm": 1.3,
     }
@@ -68,6 +72,8 @@ SIGNS: dict[str, dict[str, Any]] = {
     "entropy": {"policy__entropy": 0.004},
     "kl": {"kl__reference": 7.0},
     "mismatch": {"kl__sampling_policy": 0.02},
+    "mismatch_grows": {"mismatch__kl_quarter_1": 0.004, "mismatch__kl_quarter_4": 0.02},
+    "batch_sensitive": {"mismatch__ratio_outside": 0.3},
 }
 BY_EVALUATION = {"reward_hacked": 0.9, "held_out_falls": 0.01}
 
@@ -104,7 +110,82 @@ def test_a_held_out_value_falls_without_rewards_too() -> None:
 
 
 def test_every_rule_has_a_sign_here() -> None:
-    assert {rule.name for rule in RULES} == {*SIGNS, *BY_EVALUATION, "collapse"}
+    others = {"collapse", "group_size", "short_answers"}
+    assert {rule.name for rule in RULES} == {*SIGNS, *BY_EVALUATION, *others}
+
+
+def published(nats: float, parameters: float) -> dict[str, Any]:
+    """What a publication of a model says of its number format and its size."""
+    rate = {"throughput__published_parameters_per_s": parameters / 2, "time__publish_s": 2.0}
+    return {**rate, "publish__logprob_diff_mean": nats}
+
+
+@pytest.mark.parametrize(
+    ("kl", "first", "setting", "warns"),
+    [
+        (0.004, published(0.06, 1e8), Setting(), False),
+        (0.004, published(1e-5, 1e8), Setting(), True),
+        (0.004, {}, Setting(float32=True), True),
+        (0.004, {}, Setting(float32=False), False),
+        (0.007, published(0.06, 1e8), Setting(), False),
+        (0.007, published(0.06, 7e9), Setting(), True),
+        (0.007, published(0.06, 7e9), Setting(quantized=True), False),
+    ],
+)
+def test_rounding_depends_on_number_format_and_size(
+    kl: float, first: dict[str, Any], setting: Setting, warns: bool
+) -> None:
+    lines = [row(step, kl__sampling_policy=kl, **first) for step in range(1, 6)]
+    expected = [(3, "mismatch")] if warns else []
+    assert watch(lines, Guards(setting)) == expected
+
+
+@pytest.mark.parametrize(("estimator", "warns"), [("k1", True), ("k2", False), ("k3", True)])
+def test_a_large_divergence_depends_on_its_estimator(estimator: str, warns: bool) -> None:
+    lines = [row(step, kl__reference=3.0) for step in range(1, 6)]
+    assert bool(watch(lines, Guards(Setting(kl_estimator=estimator)))) == warns
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mismatch__kl_quarter_1": 0.012, "mismatch__kl_quarter_4": 0.03},
+        {"mismatch__kl_quarter_1": 1e-5, "mismatch__kl_quarter_4": 0.009},
+        {"mismatch__kl_quarter_1": 1e-5, "mismatch__kl_quarter_4": 0.09, "policy__version": 0},
+        {"mismatch__ratio_outside": 0.08},
+        {"mismatch__ratio_outside": 0.6, "policy__version": 0},
+    ],
+)
+def test_rounding_and_older_weights_are_no_mismatch(changes: dict[str, Any]) -> None:
+    assert watch([row(step, **(changes if step > 1 else {})) for step in range(1, 9)]) == []
+
+
+@pytest.mark.parametrize(("repeats", "share", "warns"), [(2, 0.95, True), (2, 0.8, False), (64, 0.95, False)])
+def test_groups_are_too_small_if_the_first_accuracy_says_so_too(
+    repeats: int, share: float, warns: bool
+) -> None:
+    begin = row(0, **evaluation(0.05))
+    lines = [begin, *(row(step, reward__constant_groups=share) for step in range(1, 9))]
+    expected = [(5, "group_size")] if warns else []
+    assert watch(lines, Guards(Setting(samples=repeats))) == expected
+    assert constant_share(0.18, 8) == pytest.approx(0.204, abs=1e-3)
+
+
+def test_answers_that_become_short_and_no_better_while_a_part_of_the_reward_rises() -> None:
+    def lines(later: float, length: float, digits: float) -> list[dict[str, Any]]:
+        start = {"eval__response_length": 110.0, **evaluation(0.2)}
+        end = {"eval__response_length": length, **evaluation(later)}
+        # The whole reward may even fall: one part is paid for.
+        no_round = {"reward__mean": None, "reward__constant_groups": None}
+        begin = [row(0, **no_round, **start), row(1, reward__digits=0.2)]
+        return [*begin, row(2, reward__mean=0.01, reward__digits=digits, **end)]
+
+    assert watch(lines(0.18, 22.0, 0.9)) == [(2, "short_answers")]
+    assert watch(lines(0.6, 22.0, 0.9)) == [], "they are better"
+    assert watch(lines(0.18, 60.0, 0.9)) == [], "they are not that short"
+    assert watch(lines(0.18, 22.0, 0.21)) == [], "nothing was paid for it"
+    assert watch(lines(0.01, 60.0, 0.9)) == [(2, "reward_hacked")], "a part rises while the value falls"
+    assert watch(lines(0.01, 22.0, 0.9)) == [(2, "short_answers")], "which has the cause"
 
 
 def test_an_update_that_kills_the_model_is_seen_in_the_next_round() -> None:
@@ -175,7 +256,10 @@ def test_the_documentation_has_the_table_of_rules(repo_root: Path) -> None:
     expected = ["| warning | sign, of | begins after | cause, and key to change | source of the threshold |"]
     expected.append("| --- | --- | --- | --- | --- |")
     for rule in RULES:
-        sign = f"{'at most' if rule.below else 'at least'} {rule.threshold:g}: {', '.join(rule.reads)}"
+        limits = "".join(f", {limit.threshold:g} {limit.where}" for limit in rule.limits)
+        sign = (
+            f"{'at most' if rule.below else 'at least'} {rule.threshold:g}{limits}: {', '.join(rule.reads)}"
+        )
         lasts = f"{rule.window} {rule.unit}{'s' if rule.window > 1 else ''}"
         expected.append(f"| {rule.name} | {sign} | {lasts} | {rule.advice} | {rule.source} |")
     assert text.splitlines() == expected

@@ -6,13 +6,14 @@ The state follows from the lines alone, so a resumed run reads it from ``metrics
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchrl_grpo.observe.metrics import jsonable
-from torchrl_grpo.observe.rules import RULES, Past, Row, Rule
+from torchrl_grpo.observe.past import Past, Row, Setting
+from torchrl_grpo.observe.rules import RULES, Rule
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,18 @@ class Finding:
     Attributes:
         rule: the rule.
         since: step of the first line that showed the sign.
+        step: step of the line with which the rule began to hold.
         seen: what was seen when the rule began to hold.
         times: how often it has begun to hold.
+        is_over: whether it no longer holds.
     """
 
     rule: Rule
     since: int
+    step: int
     seen: str
     times: int
+    is_over: bool = False
 
     def __str__(self) -> str:
         again = f", {self.times} times so far" if self.times > 1 else ""
@@ -37,10 +42,14 @@ class Finding:
 
 
 class Guards:
-    """Watches the metrics of a run."""
+    """Watches the metrics of a run.
 
-    def __init__(self) -> None:
-        self._past = Past()
+    Args:
+        setting: what thresholds depend on.
+    """
+
+    def __init__(self, setting: Setting | None = None) -> None:
+        self._past = Past(Setting() if setting is None else setting)
         # For each rule: first step, and number, of the lines in a row that show its sign.
         self._streaks: dict[str, tuple[int, int]] = {}
         self._holding: dict[str, Finding] = {}
@@ -83,6 +92,8 @@ class Guards:
         self._streaks[rule.name] = since, count + 1
         if count + 1 >= rule.window and rule.name not in self._holding:
             self._times[rule.name] += 1
-            numbers = {name: math.nan if value is None else value for name, value in row.items()}
-            seen = rule.seen.format(row=numbers, window=rule.window)
-            self._holding[rule.name] = Finding(rule, since, seen, self._times[rule.name])
+            numbers = defaultdict(lambda: math.nan)
+            numbers |= {name: value for name, value in row.items() if value is not None}
+            number = rule.number(row, self._past)
+            seen = rule.seen.format(row=numbers, number=number, past=self._past, window=rule.window)
+            self._holding[rule.name] = Finding(rule, since, row["step"], seen, self._times[rule.name])

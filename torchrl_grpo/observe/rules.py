@@ -6,75 +6,30 @@ applies the rules to the lines of a run.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from torchrl_grpo.observe.held_out import HeldOut, held_out
+from torchrl_grpo.config.schema import keys
+from torchrl_grpo.observe.past import Past, Row
 
-Row = Mapping[str, Any]
-"""A line of ``metrics.jsonl``. A value that was not finite is None."""
+# From this number of parameters on, rounding to 16 bits changes log-probabilities less.
+_LARGE = 1e9
 
 
-class Past:
-    """What the rules need of the earlier lines. Its size does not grow with the run.
+@dataclass(frozen=True)
+class Limit:
+    """A threshold that applies in some runs only.
 
     Attributes:
-        has_signal: whether a group of the present round had different rewards; True without rewards.
-        lost: largest factor by which the entropy has changed since the last round with a signal, if rewards
-            have fallen below those of all rounds with a signal; 1 otherwise.
-        fall: fall of the held-out value from its best, over the sum of the half intervals between them.
-        rise: by how much the training rewards before this evaluation exceed those before the best one; None
-            without rewards.
+        threshold: the threshold.
+        where: where it applies, for the documentation.
+        applies: function that says whether it applies to a run.
     """
 
-    def __init__(self) -> None:
-        self.has_signal = True
-        self.lost = 1.0
-        self.fall = 0.0
-        self.rise: float | None = None
-        self._entropy: float | None = None
-        self._lowest = math.inf
-        self._best: HeldOut | None = None
-        self._best_reward: float | None = None
-        # Sum and number of the mean rewards since the last evaluation.
-        self._reward_sum, self._reward_count = 0.0, 0
-
-    def take(self, row: Row) -> None:
-        """Add a line, before rules read it."""
-        if row.get("reward/constant_groups") is not None:
-            self._take_round(row)
-        present = held_out(row)
-        if present is not None:
-            self._take_evaluation(present)
-
-    def _take_round(self, row: Row) -> None:
-        reward, entropy = row.get("reward/mean"), row.get("policy/entropy")
-        if reward is None:
-            return
-        self._reward_sum += reward
-        self._reward_count += 1
-        if self._best_reward is None:
-            # No round comes before the evaluation before training, so the first one stands in for it.
-            self._best_reward = reward
-        self.has_signal = row["reward/constant_groups"] < 1
-        if self.has_signal:
-            self.lost, self._entropy, self._lowest = 1.0, entropy, min(self._lowest, reward)
-        elif reward < self._lowest and entropy and self._entropy:
-            self.lost = max(self.lost, entropy / self._entropy, self._entropy / entropy)
-
-    def _take_evaluation(self, present: HeldOut) -> None:
-        reward = self._reward_sum / self._reward_count if self._reward_count else None
-        self._reward_sum, self._reward_count = 0.0, 0
-        best = self._best
-        if best is None or present.value > best.value:
-            self._best, self.fall, self.rise = present, 0.0, None
-            self._best_reward = reward if reward is not None else self._best_reward
-            return
-        room = best.value - best.low + present.high - present.value
-        self.fall = (best.value - present.value) / room if room > 0 else 0.0
-        self.rise = None if reward is None or self._best_reward is None else reward - self._best_reward
+    threshold: float
+    where: str
+    applies: Callable[[Past], bool]
 
 
 @dataclass(frozen=True)
@@ -89,9 +44,10 @@ class Rule:
         below: whether a bad line reaches it from above, as a gradient that becomes 0.
         window: number of bad lines in a row with which the warning begins.
         unit: what these lines are: rounds, steps or evaluations.
-        seen: text of what was seen; ``{row[METRIC]}`` and ``{window}`` may stand in it.
+        seen: text of what was seen; it may have ``{row[METRIC]}``, ``{number}``, ``{past}`` and ``{window}``.
         advice: cause, and the keys to change.
         source: where the threshold comes from.
+        limits: other thresholds; the first that applies takes the place of ``threshold``.
         explained_by: rules that name the cause of this sign. While one of them holds, this one is not shown.
     """
 
@@ -105,6 +61,7 @@ class Rule:
     source: str
     threshold: float
     below: bool = False
+    limits: tuple[Limit, ...] = ()
     explained_by: tuple[str, ...] = ()
 
     def is_bad(self, row: Row, past: Past) -> bool | None:
@@ -114,7 +71,18 @@ class Rule:
         number = self.number(row, past)
         if number is None:
             return None
-        return number <= self.threshold if self.below else number >= self.threshold
+        threshold = self.threshold_in(past)
+        return number <= threshold if self.below else number >= threshold
+
+    def threshold_in(self, past: Past) -> float:
+        """Return the threshold for a run."""
+        return next((limit.threshold for limit in self.limits if limit.applies(past)), self.threshold)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the configuration that the advice names."""
+        words = re.findall(r"\b[a-z_]+\.[a-z_]+\b", self.advice)
+        return tuple(dict.fromkeys(word for word in words if keys().knows(word)))
 
 
 def _value(row: Row, name: str) -> float | None:
@@ -139,20 +107,54 @@ def _while_sampling(name: str) -> Callable[[Row, Past], float | None]:
     return lambda row, past: _value(row, name) if "policy/ratio" in row else None
 
 
+def _has_equal_weights(row: Row) -> bool:
+    """Whether only rounding differs between the log-probabilities of engine and trainer."""
+    return "mismatch/kl" in row or row.get("policy/version") == row["step"] - 1
+
+
+def _with_equal_weights(name: str) -> Callable[[Row, Past], float | None]:
+    return lambda row, past: _value(row, name) if _has_equal_weights(row) else None
+
+
 def _mismatch(row: Row, past: Past) -> float | None:
-    if "mismatch/kl" in row:
-        return _value(row, "mismatch/kl")
-    # If the present weights are those that sampled, only engine and trainer differ.
-    return _value(row, "kl/sampling_policy") if row.get("policy/version") == row["step"] - 1 else None
+    name = "mismatch/kl" if "mismatch/kl" in row else "kl/sampling_policy"
+    return _value(row, name) if _has_equal_weights(row) else None
 
 
-def _hacked(row: Row, past: Past) -> float | None:
-    return past.fall if past.rise is not None and past.rise > 0 else 0.0
+def _growing_mismatch(row: Row, past: Past) -> float | None:
+    first, last = (_value(row, f"mismatch/kl_quarter_{quarter}") for quarter in (1, 4))
+    if first is None or last is None or not _has_equal_weights(row):
+        return None
+    return last if last >= _GROWTH * first else 0.0
 
 
-def _worse(row: Row, past: Past) -> float | None:
-    return past.fall if past.rise is None or past.rise <= 0 else 0.0
+def _few_signals(row: Row, past: Past) -> float | None:
+    share = _value(row, "reward/constant_groups")
+    if share is None or past.constant is None or not past.setting.has_baseline:
+        return None
+    # Without any signal, more samples are not the first thing to change.
+    return min(share, past.constant) if share < 1 else 0.0
 
+
+def _fallen(rewards_rise: bool) -> Callable[[Row, Past], float | None]:
+    return lambda row, past: past.fall if (past.risen is not None) == rewards_rise else 0.0
+
+
+# What rounding does to the KL divergence between engine and trainer.
+_ROUNDING = (
+    Limit(1e-3, "in float32", lambda past: past.float32),
+    Limit(
+        5e-3,
+        "in 16 bits from a billion parameters on",
+        lambda past: (past.parameters or 0) >= _LARGE and not past.setting.quantized,
+    ),
+)
+_ROUNDING_SOURCE = (
+    "in 16 bits, measured 0.0014 to 0.0022 with 0.13 billion parameters, and tinker-cookbook has 0.0002 to "
+    "0.002 from 27 billion on, stable below 0.01, and 0.09 for a fault; NeMo-RL looks at 0.001"
+)
+# The last quarter of the responses is further apart than the first by at least this factor.
+_GROWTH = 3.0
 
 RULES = (
     Rule(
@@ -243,42 +245,107 @@ RULES = (
         reads=("kl/reference",),
         number=_while_sampling("kl/reference"),
         threshold=2.0,
+        limits=(Limit(4.0, "with policy.kl_estimator=k2", lambda past: past.setting.kl_estimator == "k2"),),
         window=2,
         unit="step",
         seen="the KL divergence to the reference is {row[kl/reference]:.2g} nats per token",
         advice="the policy has left its reference: lower optimizer.lr, or raise policy.kl_coef "
         "(policy.kl_target adapts it)",
-        source="measured: 0.52 at the end of the quick start with policy.kl_coef=1e-3, which learns",
+        source="measured: 0.52 at the end of the quick start with policy.kl_coef=1e-3, which learns; k2 is "
+        "3.9 where k1 and k3 are 1.9, if logits differ by Gaussian noise",
     ),
     Rule(
         name="mismatch",
         reads=("reward/mean", "mismatch/kl", "kl/sampling_policy"),
         number=_mismatch,
         threshold=0.01,
+        limits=_ROUNDING,
         window=3,
         unit="round",
-        seen="engine and trainer disagree with equal weights, in {window} rounds in a row",
+        seen="engine and trainer disagree with equal weights, in {window} rounds in a row: their KL "
+        "divergence is {number:.2g} nats per token",
         advice="compute alike in both: inference_model.dtype, train_model.autocast, and float32 heads "
         "(train_model.head_dtype, inference_model.head_dtype); policy.proximal=trainer with "
         "policy.correction=truncate corrects what is left",
-        source="tinker-cookbook: stable below 0.01; NeMo-RL looks at 0.001",
+        source=_ROUNDING_SOURCE,
+        explained_by=("mismatch_grows",),
+    ),
+    Rule(
+        name="mismatch_grows",
+        reads=("mismatch/kl_quarter_4", "mismatch/kl_quarter_1"),
+        number=_growing_mismatch,
+        threshold=0.01,
+        limits=_ROUNDING,
+        window=3,
+        unit="round",
+        seen="engine and trainer disagree more and more along a response, with equal weights: their KL "
+        "divergence is {row[mismatch/kl_quarter_1]:.2g} nats per token in the first quarter of responses and "
+        "{number:.2g} in the last",
+        advice="their positions or their attention differ: compare train_model.attn_implementation, "
+        "train_model.shared_prefix and train_model.prefix_attention, and the model's scaling of positions "
+        "beyond inference_model.max_model_len; a shorter inference_model.max_new_tokens avoids it",
+        source="tinker-cookbook: healthy below 0.011 at every depth, and from 0.02 to 0.16 with a fault",
+    ),
+    Rule(
+        name="batch_sensitive",
+        reads=("mismatch/ratio_outside",),
+        number=_with_equal_weights("mismatch/ratio_outside"),
+        threshold=0.2,
+        limits=(Limit(0.01, "in float32", lambda past: past.float32),),
+        window=3,
+        unit="round",
+        seen="before any step, {number:.0%} of the tokens have a ratio outside of 0.9 to 1.1",
+        advice="log-probabilities depend on the batch that they are computed in: compute more exactly "
+        "(train_model.autocast=no, inference_model.dtype=float32, float32 in train_model.head_dtype and "
+        "inference_model.head_dtype), or take the trainer's own in the ratio (policy.proximal=trainer)",
+        source="TRL's users measured 0.075 in bfloat16, and 0.08 for the trainer alone in other batches",
+        explained_by=("mismatch", "mismatch_grows"),
+    ),
+    Rule(
+        name="group_size",
+        reads=("reward/constant_groups", "eval/accuracy"),
+        number=_few_signals,
+        threshold=0.9,
+        window=5,
+        unit="round",
+        seen="{row[reward/constant_groups]:.0%} of the groups have no signal, as the accuracy before "
+        "training foretold, in {window} rounds in a row",
+        advice="more samples per problem (env.repeats), problems of another difficulty (env.task_args), or "
+        "policy.constant_groups=refill leave more groups with a signal",
+        source="p^G + (1 - p)^G of groups of G responses have no signal; the quick start has 0.63 at first",
+    ),
+    Rule(
+        name="short_answers",
+        reads=("eval/response_length", "eval/num_problems", "reward/mean"),
+        number=lambda row, past: past.shorter,
+        threshold=3.0,
+        window=1,
+        unit="evaluation",
+        seen="held-out responses became {number:.1f} times as short ({row[eval/response_length]:.0f} tokens) "
+        "and no better, while rewards rose",
+        advice="short answers earn the rewards without solving the task: give one that checks the result "
+        "more weight in reward.weights (eval.reward names the one that grades); policy.kl_coef holds the "
+        "policy back",
+        source="a public run with rewards for format and digits ends at 22 tokens; the quick start, which "
+        "learns, becomes 1.4 times as short",
     ),
     Rule(
         name="reward_hacked",
         reads=("eval/num_problems", "eval/accuracy", "reward/mean"),
-        number=_hacked,
+        number=_fallen(rewards_rise=True),
         threshold=1.0,
         window=1,
         unit="evaluation",
-        seen="the held-out value fell below its best, beyond both 95 % intervals, while rewards rose",
+        seen="the held-out value fell below its best, beyond both 95 % intervals, while {past.risen} rose",
         advice="the rewards pay for something else than the task: read rollouts.jsonl, then change "
         "reward.weights; policy.kl_coef holds the policy back, and train.keep_best keeps the best checkpoint",
         source="95 % intervals that do not meet",
+        explained_by=("short_answers",),
     ),
     Rule(
         name="held_out_falls",
         reads=("eval/num_problems", "eval/accuracy"),
-        number=_worse,
+        number=_fallen(rewards_rise=False),
         threshold=1.0,
         window=1,
         unit="evaluation",

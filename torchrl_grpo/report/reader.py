@@ -11,6 +11,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.observe.doctor import read_setting
 from torchrl_grpo.observe.guards import Finding, Guards
 from torchrl_grpo.observe.metrics import DISCARDED, EVALUATIONS, METRICS, ROLLOUTS, jsonable
 from torchrl_grpo.observe.report import SUMMARY
@@ -50,7 +51,7 @@ class RunReader:
         }
         self._steps = array("i")
         self._metrics: dict[str, array[float]] = {}
-        self._guards = Guards()
+        self._guards = Guards(read_setting(self.run_dir, []))
         self._findings: list[Finding] = []
         self._rollouts = Columns(most_rollouts)
         self._texts = TextSample(characters)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,9 @@ from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.observe import loggers
+from torchrl_grpo.observe.guards import Guards
 from torchrl_grpo.observe.metrics import EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
+from torchrl_grpo.observe.past import Setting
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.planning import placement
@@ -273,7 +275,10 @@ def _open_outputs(
         end = "; it has already ended" if schedule.is_finished(step) else ""
         progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
     report = ReportWriter(run_dir, progress.note)
-    outputs = Outputs(run_dir, metrics, rollouts, evaluations, chosen, progress, job.grader.name, report)
+    guards = Guards(Setting.of(asdict(cfg)))
+    outputs = Outputs(
+        run_dir, metrics, rollouts, evaluations, chosen, progress, job.grader.name, report, guards
+    )
     lost = [] if step is None else outputs.lost_lines(step, schedule, state)
     holding = [] if step is None else outputs.guards.replay(read_jsonl(metrics.path))
     for note in (*lost, *chosen.notes, *map(str, holding)):

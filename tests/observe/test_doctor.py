@@ -1,0 +1,137 @@
+"""The doctor reads the files of a run: what the rules find there, and a response that shows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import DataError
+from torchrl_grpo.observe.doctor import diagnose, findings
+from torchrl_grpo.observe.past import Setting
+
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    """A line of a healthy step, with changes: two underscores stand for a slash."""
+    healthy = {
+        "reward/mean": 0.3,
+        "reward/constant_groups": 0.2,
+        "advantage/abs_mean": 0.2,
+        "response/truncated": 0.1,
+        "response/length_max": 12.0,
+        "policy/version": step - 1,
+        "policy/ratio": 1.0,
+        "policy/entropy": 1.0,
+        "kl/sampling_policy": 1e-10,
+        "optimizer/grad_norm": 1.0,
+        "optimizer/lr": 1e-5,
+    }
+    return {"step": step, **healthy, **{name.replace("__", "/"): value for name, value in changes.items()}}
+
+
+def write(folder: Path, name: str, rows: list[Any]) -> None:
+    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / name).write_text("".join(f"{text}\n" for text in texts))
+
+
+def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
+    write(tmp_path, "metrics.jsonl", [line(step) for step in range(1, 20)])
+    diagnosis = diagnose(tmp_path)
+    assert diagnosis.findings == [] and diagnosis.steps == 19 and not diagnosis.ended
+    assert len(diagnosis.notes) == 1 and ".hydra/config.yaml" in diagnosis.notes[0]
+
+
+def test_a_finding_has_its_steps_and_says_whether_it_is_over(tmp_path: Path) -> None:
+    cut = [line(step, response__truncated=1.0 if 3 <= step <= 8 else 0.1) for step in range(1, 13)]
+    write(tmp_path, "metrics.jsonl", [*cut, *(line(step, policy__entropy=1e-3) for step in range(13, 17))])
+    (tmp_path / "summary.json").write_text("{}")
+    truncated, entropy = findings(tmp_path)
+    assert (truncated.rule.name, truncated.since, truncated.step, truncated.is_over) == (
+        "truncated",
+        3,
+        5,
+        True,
+    )
+    assert (entropy.rule.name, entropy.since, entropy.step, entropy.is_over) == ("entropy", 13, 15, False)
+    assert "inference_model.max_new_tokens" in truncated.rule.keys
+    assert diagnose(tmp_path).ended
+
+
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    damaged = [
+        "{",
+        "[1]",
+        '{"step": "x"}',
+        '{"step": 2, "reward/mean": "a"}',
+        "[" * 100_000,
+        '{"step": 1e400}',
+    ]
+    rows = [line(step, response__truncated=1.0) for step in range(1, 5)]
+    write(tmp_path, "metrics.jsonl", [rows[0], *damaged, *rows[1:]])
+    write(tmp_path, "rollouts.jsonl", ["\x00", {"step": 3, "response": "cut", "reward": 0.5}, '{"step": 3'])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "reward/mean"')
+    diagnosis = diagnose(tmp_path)
+    assert [finding.rule.name for finding in diagnosis.findings] == ["truncated"] and diagnosis.steps == 4
+    assert diagnosis.damaged == {"metrics.jsonl": len(damaged) + 1, "rollouts.jsonl": 2}
+    assert diagnosis.examples["truncated"].response == "cut"
+
+
+def test_the_response_of_a_finding_is_of_its_step_and_has_the_error(tmp_path: Path) -> None:
+    failing = {"reward__error_share": 1.0}
+    lines = [line(1), line(2), *(line(step, **failing) for step in range(3, 6))]
+    write(tmp_path, "metrics.jsonl", lines)
+    rollouts = [
+        {"step": 1, "response": "early", "reward": 1.0},
+        {"step": 3, "response": "graded", "reward": 0.0},
+        {"step": 3, "response": "failed", "reward": None, "errors": {"mine": "KeyError: 'x'"}},
+        {"step": 4, "response": "late", "reward": 0.0},
+    ]
+    write(tmp_path, "rollouts.jsonl", rollouts)
+    example = diagnose(tmp_path).examples["reward_fails"]
+    assert (example.step, example.response, example.error) == (3, "failed", "KeyError: 'x'")
+
+
+def test_a_finding_of_evaluations_shows_a_response_to_a_held_out_problem(tmp_path: Path) -> None:
+    def evaluated(step: int, value: float) -> dict[str, Any]:
+        near = {"eval/accuracy_low": value - 0.05, "eval/accuracy_high": value + 0.05}
+        return {**line(step), "eval/accuracy": value, "eval/num_problems": 50, **near}
+
+    write(tmp_path, "metrics.jsonl", [evaluated(1, 0.7), evaluated(2, 0.3)])
+    answers = [{"step": step, "id": "a", "response": f"of {step}", "grade": 0.0} for step in (1, 2)]
+    write(tmp_path, "evaluations.jsonl", answers)
+    write(tmp_path, "rollouts.jsonl", [{"step": 2, "response": "of training", "reward": 0.0}])
+    diagnosis = diagnose(tmp_path)
+    assert [finding.rule.name for finding in diagnosis.findings] == ["held_out_falls"]
+    assert diagnosis.examples["held_out_falls"].response == "of 2"
+
+
+def test_thresholds_follow_the_newest_configuration(tmp_path: Path) -> None:
+    config = OmegaConf.to_container(OmegaConf.structured(Config))
+    assert isinstance(config, dict)
+    assert Setting.of(config) == Setting.of(asdict(Config()))
+    write(tmp_path, "metrics.jsonl", [line(step, kl__sampling_policy=0.004) for step in range(1, 6)])
+    assert findings(tmp_path) == []
+    config["inference_model"]["dtype"], config["train_model"]["autocast"] = "float32", "no"
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra/config.yaml").write_text(OmegaConf.to_yaml(config))
+    assert [finding.rule.name for finding in findings(tmp_path)] == ["mismatch"]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "a: [", "inference_model: 3", "inference_model: {dtype: 1}"])
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "metrics.jsonl", [line(1)])
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra/config.yaml").write_text(text)
+    (note,) = diagnose(tmp_path).notes
+    assert ".hydra/config.yaml cannot be read" in note
+
+
+def test_a_folder_without_a_run_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no metrics of a run.*outputs/DATE/TIME"):
+        diagnose(tmp_path)
