@@ -25,6 +25,8 @@ name, sys.argv[0] = sys.argv[1], f"/usr/bin/{sys.argv.pop(1)}"
 entry.load()()
 """
 
+COMMANDS = ("grpo", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat", "grpo-report", "grpo-doctor")
+
 
 @pytest.fixture(scope="module")
 def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -91,8 +93,7 @@ def test_the_wheel_holds_the_package_the_yaml_files_and_its_data_alone(wheel: Pa
 def test_the_wheel_has_all_commands(installed: Path) -> None:
     parser = ConfigParser()
     parser.read(installed / "torchrl_grpo-0.1.0.dist-info" / "entry_points.txt")
-    commands = {"grpo", "grpo-async", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat", "grpo-report"}
-    assert set(parser["console_scripts"]) == commands
+    assert set(parser["console_scripts"]) == {"grpo-async", *COMMANDS}
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo-async"])
@@ -111,7 +112,7 @@ def test_help_of_an_installed_command_points_to_files_that_exist(installed: Path
     assert all((tmp_path / name).exists() for name in named)
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat", "grpo-report"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_an_installed_command_says_its_own_version(installed: Path, tmp_path: Path, name: str) -> None:
     done, _ = _command(installed, tmp_path, name, "--version")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "torchrl-grpo 0.1.0"), done.stderr

@@ -42,7 +42,7 @@ def write(folder: Path, name: str, rows: list[Any]) -> None:
 def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
     write(tmp_path, "metrics.jsonl", [line(step) for step in range(1, 20)])
     diagnosis = diagnose(tmp_path)
-    assert diagnosis.findings == [] and diagnosis.steps == 19 and not diagnosis.ended
+    assert diagnosis.findings == [] and diagnosis.last_step == 19 and not diagnosis.ended
     assert len(diagnosis.notes) == 1 and ".hydra/config.yaml" in diagnosis.notes[0]
 
 
@@ -77,7 +77,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "reward/mean"')
     diagnosis = diagnose(tmp_path)
-    assert [finding.rule.name for finding in diagnosis.findings] == ["truncated"] and diagnosis.steps == 4
+    assert [finding.rule.name for finding in diagnosis.findings] == ["truncated"] and diagnosis.last_step == 4
     assert diagnosis.damaged == {"metrics.jsonl": len(damaged) + 1, "rollouts.jsonl": 2}
     assert diagnosis.examples["truncated"].response == "cut"
 

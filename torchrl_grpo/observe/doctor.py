@@ -48,7 +48,7 @@ class Diagnosis:
     Attributes:
         findings: findings in the order in which they began, those that are over included.
         examples: a response to each finding by the name of its rule, where the files have one.
-        steps: last step of the metrics; None without any.
+        last_step: last step of the metrics; None without any.
         ended: whether the run has ended.
         damaged: number of lines that were skipped, by file.
         notes: what could not be read besides.
@@ -56,7 +56,7 @@ class Diagnosis:
 
     findings: list[Finding]
     examples: Mapping[str, Example]
-    steps: int | None
+    last_step: int | None
     ended: bool
     damaged: Mapping[str, int]
     notes: list[str]

@@ -1,0 +1,101 @@
+"""``grpo-doctor``: say what went wrong in a run, from its files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.cli.arguments import Parser
+from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.observe.doctor import Diagnosis, diagnose
+from torchrl_grpo.observe.metrics import jsonable
+from torchrl_grpo.runtime.files.closed_output import quiet_end
+from torchrl_grpo.runtime.package_versions import VERSION
+from torchrl_grpo.runtime.printable import printable
+
+FOUND_CODE = 1
+# Characters of a response that are shown.
+_SHOWN = 300
+
+
+@quiet_end()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        argv: arguments; those of this process by default.
+
+    Raises:
+        SystemExit: with code 0 if nothing was found, 1 if something was, 2 for a user error, 130 for an
+            interrupt, 143 for SIGTERM.
+    """
+    with exit_codes():
+        args = _parser().parse_args(argv)
+        diagnosis = diagnose(args.run)
+        if args.json:
+            sys.stdout.write(json.dumps(jsonable(entries(diagnosis)), indent=2) + "\n")
+        else:
+            sys.stdout.write("".join(f"{printable(line)}\n" for line in lines(diagnosis)))
+        raise SystemExit(FOUND_CODE if diagnosis.findings else 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="grpo-doctor",
+        allow_abbrev=False,
+        description="Say what went wrong in a run, from its files: what was seen, since which step, the "
+        "cause, and the keys to change.",
+        epilog="Exit code: 0 if nothing was found, 1 if something was, 2 for a mistake in the command.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run, which may still be going on")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
+    return parser
+
+
+def entries(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    rows = []
+    for finding in diagnosis.findings:
+        rule, example = finding.rule, diagnosis.examples.get(finding.rule.name)
+        rows.append(
+            {
+                "rule": rule.name,
+                "seen": finding.seen,
+                "since": finding.since,
+                "step": finding.step,
+                "is_over": finding.is_over,
+                "advice": rule.advice,
+                "keys": rule.keys,
+                "metrics": rule.reads,
+                "source": rule.source,
+                "example": None if example is None else vars(example),
+            }
+        )
+    whole = {"last_step": diagnosis.last_step, "ended": diagnosis.ended, "damaged_lines": diagnosis.damaged}
+    return {"findings": rows, **whole, "notes": diagnosis.notes}
+
+
+def lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield what is printed, a line at a time. Texts of the model are as it wrote them."""
+    for finding in diagnosis.findings:
+        rule, example = finding.rule, diagnosis.examples.get(finding.rule.name)
+        end = "; it is over" if finding.is_over else ""
+        yield f"{rule.name}: {finding.seen}"
+        yield f"  when    since step {finding.since}, warned at step {finding.step}{end}"
+        yield f"  fix     {rule.advice}"
+        yield f"  source  {rule.source}"
+        if example is not None:
+            what = f"error {example.error!r}" if example.error else f"reward {example.reward}"
+            text = example.response[:_SHOWN] + ("..." if len(example.response) > _SHOWN else "")
+            yield f"  seen in {example.file}, step {example.step}, {what}: {text!r}"
+    for name, count in diagnosis.damaged.items():
+        yield f"note: {name}: {count} damaged lines were skipped"
+    yield from (f"note: {note}" for note in diagnosis.notes)
+    state = "has ended" if diagnosis.ended else "has not ended, or was stopped (there is no summary.json)"
+    last = "none" if diagnosis.last_step is None else diagnosis.last_step
+    yield f"{len(diagnosis.findings)} findings; last step {last}; the run {state}"
