@@ -11,6 +11,7 @@ which all forks share, what a full garbage collection looks through, and the end
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -175,7 +176,8 @@ def _start(
         variables: set beside this process's.
         written: paths of stdout and stderr.
     """
-    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+    # It finds modules in its folder, too, where a test may have put files of a user.
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True), contextlib.chdir(_ROOT):
         forkserver.ensure_running()
     # A rank is what a launcher says, and not what the test is. vLLM preloads libraries for later processes.
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
