@@ -81,7 +81,8 @@ def test_the_wheel_holds_the_package_the_yaml_files_and_its_data_alone(wheel: Pa
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     info = "torchrl_grpo-0.1.0.dist-info/"
-    files = [file for ending in ("py", "jinja", "html", "css", "js") for file in (repo_root / "torchrl_grpo").rglob(f"*.{ending}")]
+    endings = {".py", ".jinja", ".html", ".css", ".js"}
+    files = [file for file in (repo_root / "torchrl_grpo").rglob("*.*") if file.suffix in endings]
     package = {str(file.relative_to(repo_root)) for file in files}
     config = repo_root / "config"
     yaml = {f"torchrl_grpo/config/yaml/{path.relative_to(config)}" for path in config.rglob("*.yaml")}
