@@ -60,7 +60,8 @@ def opened(browser: Browser) -> Iterator[Opener]:
 
 
 def texts(page: Page, selector: str) -> list[str]:
-    return page.locator(selector).all_inner_texts()
+    shown: list[str] = page.locator(selector).all_inner_texts()
+    return shown
 
 
 def steps_under(page: Page, over: Locator, share: float) -> set[str]:
@@ -206,7 +207,7 @@ def test_of_a_long_list_only_the_visible_rows_are_elements(tmp_path: Path, opene
     assert texts(page, "#count") == ["19,200 of 19,200 rollouts"]
     assert 5 < page.locator(".row").count() < 100
     page.locator(".list").evaluate("element => { element.scrollTop = element.scrollHeight }")
-    page.wait_for_function("document.querySelector('.row:last-child').innerText.startsWith('300')")
+    page.wait_for_selector(".row:last-child > span:first-child:text-is('300')")
     page.fill("#filter-text", "step 299")
     assert texts(page, "#count") == ["64 of 19,200 rollouts"]
 

@@ -74,9 +74,22 @@ def flat(groups: TensorDict) -> Tensor:
 def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str], refills: int) -> None:
     source: Any = Rounds(plan)
     observed: list[str] = []
+    discarded: dict[str, str] = {}
+
+    def discard(left: Round, reasons: list[str]) -> None:
+        assert [group[0] for group in left.responses] == [f"{prompt}.0" for prompt in left.prompts]
+        discarded.update(zip(left.prompts, reasons, strict=True))
+
     round_, metrics = collect_with_signal(
-        source.rollout, flat, limit, lambda one: observed.extend(one.prompts)
+        source.rollout, flat, limit, lambda one: observed.extend(one.prompts), discard
     )
+    assert discarded == {
+        prompt: "all rewards are equal"
+        if plan[int(prompt[0])][int(prompt[2])] == "-"
+        else "the round was full"
+        for prompt in observed
+        if prompt not in names
+    }
     # Groups that are thrown away too, and each once.
     assert observed == [f"{number}.{group}" for number in range(1 + refills) for group in range(3)]
     assert round_.prompts == names and metrics == {"rollout/refills": refills}

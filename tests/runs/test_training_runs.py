@@ -312,7 +312,7 @@ def test_dropped_groups_leave_the_loss_and_its_denominators(
 
 
 def test_refilling_trains_on_groups_with_a_signal_only(
-    train: Runner, monkeypatch: pytest.MonkeyPatch
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Answers to "0 plus ..." and "1 plus ..." all earn the same: a third of the groups teaches nothing.
     def by_question(self: BareNumberReward, text: str, example: Any) -> float:
@@ -325,8 +325,14 @@ def test_refilling_trains_on_groups_with_a_signal_only(
     filled = train("filled", policy__constant_groups="refill", policy__max_refills=9)
     assert [line["reward/constant_groups"] for line in filled[1:]] == [0.0] * 4
     assert any(line["rollout/refills"] > 0 for line in filled[1:])
+    discarded = read(tmp_path / "filled/discarded.jsonl")
+    trained = {row["group_id"] for row in read(tmp_path / "filled/rollouts.jsonl")}
+    assert len(discarded) == 16 * sum(line.get("rollout/refills", 0) for line in filled)
+    assert {row["discarded"] for row in discarded} <= {"all rewards are equal", "the round was full"}
+    assert not trained & {row["group_id"] for row in discarded} and "advantage" not in discarded[0]
     assert train("again", train__checkpoint_frequency=2) == filled
     assert train("again", resume="auto") == filled
+    assert read(tmp_path / "again/discarded.jsonl") == discarded
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])

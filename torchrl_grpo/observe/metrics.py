@@ -278,3 +278,14 @@ class EvaluationWriter(RolloutWriter):
 
     _NAME = EVALUATIONS
     _FIRST = ("id", "prompt", "response", "rewards")
+
+
+class DiscardedWriter(RolloutWriter):
+    """Writes ``discarded.jsonl``: one line per response that no step trains on.
+
+    :class:`RolloutWriter` has the arguments and errors. A row has no ``advantage``, and ``discarded`` says
+    why.
+    """
+
+    _NAME = DISCARDED
+    _FIRST = ("prompt", "response", "reward", "rewards", "policy_version", "discarded")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torchrl_grpo.observe import rules
 from torchrl_grpo.observe.guards import Finding
-from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, ROLLOUTS, jsonable, read_jsonl
+from torchrl_grpo.observe.metrics import DISCARDED, EVALUATIONS, METRICS, ROLLOUTS, jsonable, read_jsonl
 from torchrl_grpo.runtime.files.shared_files import replace
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ PAGE = "report.html"
 _PLACES = (
     (METRICS, "metrics, a line per optimizer step"),
     (ROLLOUTS, "responses with their rewards"),
+    (DISCARDED, "responses of groups that were thrown away, with the reason"),
     (EVALUATIONS, "responses to held-out problems with their rewards"),
     (SUMMARY, "these figures"),
     (PAGE, "curves, rollouts, problems and findings, for a browser"),

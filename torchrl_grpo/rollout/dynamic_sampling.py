@@ -16,6 +16,7 @@ def collect_with_signal(
     no_signal_mask: Callable[[TensorDict], Tensor],
     max_refills: int,
     observe: Callable[[Round], object] = lambda _: None,
+    discard: Callable[[Round, list[str]], object] = lambda round_, reasons: None,
 ) -> tuple[Round, dict[str, float]]:
     """Collect a round, and further ones until it is full of groups whose rewards differ (DAPO, arXiv
     2503.14476, eq. 11).
@@ -31,6 +32,7 @@ def collect_with_signal(
         max_refills: largest number of further rounds; 0 returns the first round unchanged.
         observe: function that is called with each collected round, groups that are thrown away included, once
             all are collected.
+        discard: function that gets the groups that are thrown away, and why each is.
 
     Returns:
         One round of the usual size, and the metric ``rollout/refills`` unless ``max_refills`` is 0.
@@ -54,6 +56,11 @@ def collect_with_signal(
     for collected in rounds:
         observe(collected)
     chosen = (with_signal + without_signal)[:size]
+    if left := (with_signal + without_signal)[size:]:
+        reasons = [
+            "the round was full" if group in set(with_signal) else "all rewards are equal" for group in left
+        ]
+        discard(_assemble_round(rounds, left), reasons)
     return _assemble_round(rounds, chosen), {"rollout/refills": len(rounds) - 1}
 
 

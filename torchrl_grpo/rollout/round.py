@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.batch.schema import build_batch, sampled_mask
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
@@ -30,6 +30,8 @@ _ROLLOUT_FIELDS = (
     "policy_version",
     "errors",
     "group_id",
+    "length",
+    "truncated",
 )
 
 
@@ -252,9 +254,27 @@ def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
         groups["policy_version"].flatten().tolist(),
         round_.errors,
         groups["group_id"].flatten().tolist(),
+        sampled_mask(groups).sum(-1).flatten().tolist(),
+        groups["truncated"].flatten().tolist(),
         strict=True,
     )
     rows = [dict(zip(_ROLLOUT_FIELDS, column, strict=True)) for column in columns]
     for row, record in zip(rows, round_.records, strict=False):
         row["messages"] = record.messages
+    return rows
+
+
+def discarded_rows(round_: Round, reasons: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each response of groups that were thrown away, without an advantage.
+
+    Args:
+        round_: the groups.
+        reasons: why each group was thrown away.
+    """
+    groups = round_.groups.copy()
+    groups["advantage"] = torch.zeros_like(groups["next", "reward"])
+    rows = rollout_rows(round_, groups)
+    for number, row in enumerate(rows):
+        del row["advantage"]
+        row["discarded"] = reasons[number // len(round_.responses[0])]
     return rows

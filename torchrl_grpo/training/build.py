@@ -33,7 +33,13 @@ from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.guards import Guards
-from torchrl_grpo.observe.metrics import EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
+from torchrl_grpo.observe.metrics import (
+    DiscardedWriter,
+    EvaluationWriter,
+    MetricsWriter,
+    RolloutWriter,
+    read_jsonl,
+)
 from torchrl_grpo.observe.past import Setting
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
@@ -269,6 +275,10 @@ def _open_outputs(
     evaluations = EvaluationWriter(run_dir, evaluated) if cfg.logging.rollouts else None
     if evaluations is not None:
         exit_stack.callback(evaluations.close)
+    refills = cfg.logging.rollouts and cfg.policy.constant_groups == "refill"
+    discarded = DiscardedWriter(run_dir, step) if refills else None
+    if discarded is not None:
+        exit_stack.callback(discarded.close)
     chosen = loggers.build(cfg, run_dir, step, job.grader.name)
     exit_stack.callback(chosen.close)
     if step is not None:
@@ -277,7 +287,7 @@ def _open_outputs(
     report = ReportWriter(run_dir, progress.note)
     guards = Guards(Setting.of(asdict(cfg)))
     outputs = Outputs(
-        run_dir, metrics, rollouts, evaluations, chosen, progress, job.grader.name, report, guards
+        run_dir, metrics, rollouts, evaluations, discarded, chosen, progress, job.grader.name, report, guards
     )
     lost = [] if step is None else outputs.lost_lines(step, schedule, state)
     holding = [] if step is None else outputs.guards.replay(read_jsonl(metrics.path))

@@ -109,6 +109,7 @@ def collect(run: Session) -> dict[str, float]:
         policy_cfg.max_refills if policy_cfg.constant_groups == "refill" else 0,
         # A curriculum learns most from the groups that are thrown away: those that are solved or hopeless.
         lambda collected: observe_pass_rates(run, collected),
+        run.write_discarded,
     )
     # Verify what workers have reported since the last check: checksums, the number of probe tokens that came
     # from the prefix cache, and log-probabilities. It comes before training on this round, because the run

@@ -23,11 +23,18 @@ from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.guards import Guards
 from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.observe.loggers import Loggers
-from torchrl_grpo.observe.metrics import METRICS, EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
+from torchrl_grpo.observe.metrics import (
+    METRICS,
+    DiscardedWriter,
+    EvaluationWriter,
+    MetricsWriter,
+    RolloutWriter,
+    read_jsonl,
+)
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
-from torchrl_grpo.rollout.round import Round, rollout_rows
+from torchrl_grpo.rollout.round import Round, discarded_rows, rollout_rows
 from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training import early_end
 from torchrl_grpo.training.learner import Learner
@@ -51,6 +58,7 @@ class Outputs:
         metrics: writer of ``metrics.jsonl``.
         rollouts: writer of ``rollouts.jsonl``; None with ``logging.rollouts=false``.
         evaluations: writer of ``evaluations.jsonl``; None with ``logging.rollouts=false`` too.
+        discarded: writer of ``discarded.jsonl``; None where no group is thrown away.
         loggers: loggers of ``logging.backends``.
         progress: progress bar, or plain lines.
         grader: what grades the evaluation.
@@ -62,6 +70,7 @@ class Outputs:
     metrics: MetricsWriter
     rollouts: RolloutWriter | None
     evaluations: EvaluationWriter | None
+    discarded: DiscardedWriter | None
     loggers: Loggers
     progress: Progress
     grader: str
@@ -88,7 +97,7 @@ class Outputs:
         Raises:
             RunFolderLost: a file was deleted or moved.
         """
-        for writer in (self.metrics, self.rollouts, self.evaluations):
+        for writer in (self.metrics, self.rollouts, self.evaluations, self.discarded):
             if writer is not None:
                 writer.check()
 
@@ -344,6 +353,11 @@ class Session:
             rows = rollout_rows(round_, self.parts.buffer.contents())
             self.outputs.rollouts.write(self.counters.step + 1, rows)
             self.outputs.loggers.log_rollouts(rows, self.counters.step + 1)
+
+    def write_discarded(self, round_: Round, reasons: list[str]) -> None:
+        """Write every response of the groups that the next round leaves out."""
+        if self.outputs.discarded is not None:
+            self.outputs.discarded.write(self.counters.step + 1, discarded_rows(round_, reasons))
 
     def save(self) -> Path:
         """Write a checkpoint of the current step."""
