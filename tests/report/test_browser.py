@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -115,20 +116,27 @@ def test_findings_lead_to_their_rollouts(tmp_path: Path, opened: Opener) -> None
 def test_rollouts_are_filtered_sorted_and_compared(tmp_path: Path, opened: Opener) -> None:
     run = write_run(tmp_path / "run", steps=5)
     episode = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "result"}]
+    tokens = {"text": ["<b>", " two"], "engine": [-0.5, None], "trainer": [-1.5, None]}
+    with (run / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps(rollout(5, 500, tokens=tokens)) + "\n")
     write_lines(run / "discarded.jsonl", [rollout(2, 77, discarded="no signal", messages=episode)])
     page = opened(run)
     page.click("#tab-rollouts")
-    assert texts(page, "#count") == ["81 of 81 rollouts"]
+    assert texts(page, "#count") == ["82 of 82 rollouts"]
     page.select_option("#filter-finish", "2")
-    assert texts(page, "#count") == ["20 of 81 rollouts"]
+    assert texts(page, "#count") == ["20 of 82 rollouts"]
     page.click("#clear")
     page.select_option("#filter-of", "part:format")
     page.fill("#filter-least", "0.1")
-    right = sum((step + group + sample) % 3 == 0 for step, group, sample in rows_of(5)) + (2 + 77) % 3 // 3
-    assert texts(page, "#count") == [f"{right} of 81 rollouts"]
+    right = (
+        sum((step + group + sample) % 3 == 0 for step, group, sample in rows_of(5))
+        + ((5 + 500) % 3 == 0)
+        + ((2 + 77) % 3 == 0)
+    )
+    assert texts(page, "#count") == [f"{right} of 82 rollouts"]
     page.click("#clear")
     page.fill("#filter-text", "RESPONSE 2 of group 7 ")
-    assert texts(page, "#count") == ["1 of 81 rollouts"]
+    assert texts(page, "#count") == ["1 of 82 rollouts"]
     page.click("#clear")
     page.click(".heads span >> text=tokens")
     assert texts(page, ".row >> nth=0")[0].split("\n")[-3:-2] == ["8"]
@@ -139,7 +147,18 @@ def test_rollouts_are_filtered_sorted_and_compared(tmp_path: Path, opened: Opene
     # The address has tab and filters, so a reload shows the same.
     page.reload()
     page.wait_for_selector("body[data-ready]")
-    assert texts(page, "#count") == ["1 of 81 rollouts"]
+    assert texts(page, "#count") == ["1 of 82 rollouts"]
+    page.click("#clear")
+    page.fill("#filter-group", "500")
+    page.click(".row")
+    pieces = page.locator("#group .tokens span")
+    assert pieces.all_inner_texts() == ["<b>", " two"]
+    colors = []
+    for tint in ("engine", "difference", "push"):
+        page.select_option("#tint", tint)
+        colors.append(pieces.first.evaluate("element => element.style.background"))
+    assert len(set(colors)) == 3 and all(color.startswith("rgba(") for color in colors)
+    assert pieces.first.get_attribute("title") == "log-probability: engine -0.5, trainer -1.5; ratio 0.3679"
 
 
 def rows_of(steps: int) -> list[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_runs import Runner, config, train
 
 from torchrl_grpo.report import write
 from torchrl_grpo.report.reader import RunReader
+from torchrl_grpo.tools.verify_resume import read
 
 __all__ = ["config", "train"]
 
@@ -34,3 +36,17 @@ def test_a_run_writes_its_report_and_goes_on_where_it_cannot(
     (run,) = payload((tmp_path / "run/report.html").read_text())["runs"]
     assert run["summary"]["steps"] == 4 and run["about"]["versions"]["torch"]
     assert "colocated" in run["about"]["plan"] and run["about"]["right"]["threshold"] == 1.0
+
+
+def test_tokens_of_the_first_responses_are_recorded_and_change_nothing(train: Runner, tmp_path: Path) -> None:
+    plain = train("plain", train__total_dialog_turns=32)
+    assert train("detailed", logging__token_details=5) == plain
+    rows = [read(tmp_path / name / "rollouts.jsonl") for name in ("plain", "detailed")]
+    assert [{k: v for k, v in row.items() if k != "tokens"} for row in rows[1]] == rows[0]
+    steps = Counter(row["step"] for row in rows[1] if "tokens" in row)
+    assert steps == {1: 5, 2: 5}
+    for row in rows[1][:5]:
+        tokens = row["tokens"]
+        assert len(tokens["text"]) == len(tokens["engine"]) == len(tokens["trainer"]) == row["length"]
+        assert "".join(tokens["text"]).startswith(row["response"][:3])
+        assert tokens["trainer"] == pytest.approx(tokens["engine"], abs=0.1)

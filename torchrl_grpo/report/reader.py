@@ -115,8 +115,8 @@ class RunReader:
             entry["messages"] = [_message(message) for message in messages[:200]]
         if errors:
             entry["errors"] = {str(name): shorten(str(error)) for name, error in errors.items()}
-        if isinstance(tokens := row.get("tokens"), dict):
-            entry["tokens"] = jsonable(tokens)
+        if (tokens := _tokens(row.get("tokens"))) is not None:
+            entry["tokens"] = tokens
         size = sum(len(text) for text in _texts(entry))
         self._texts.add(row["step"], group, number_of_row, entry, size)
 
@@ -174,6 +174,16 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _tokens(details: Any) -> dict[str, list[Any]] | None:
+    """Return texts and numbers of tokens; None for anything else."""
+    columns = [_mapping(details).get(name) for name in ("text", "engine", "trainer")]
+    if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) != 1:
+        return None
+    text, *numbers = columns
+    engine, trainer = ([jsonable(number(value)) for value in column] for column in numbers)
+    return {"text": [str(piece) for piece in text], "engine": engine, "trainer": trainer}
+
+
 def _message(message: Any) -> dict[str, str]:
     """Return role and content of a message of an episode as text."""
     parts = _mapping(message)
@@ -186,10 +196,8 @@ def _message(message: Any) -> dict[str, str]:
 
 def _texts(entry: dict[str, Any]) -> list[str]:
     messages = [message["content"] for message in entry.get("messages", ())]
-    # A token's numbers take about as much room as thirty characters.
-    tokens = [
-        " " * 30 * len(values) for values in entry.get("tokens", {}).values() if isinstance(values, list)
-    ]
+    # The numbers of a token take about as much room as thirty characters.
+    tokens = [" " * 30 * len(entry["tokens"]["text"])] if "tokens" in entry else []
     return [entry["prompt"], entry["response"], *messages, *entry.get("errors", {}).values(), *tokens]
 
 

@@ -35,6 +35,7 @@ from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.rollout.round import Round, discarded_rows, rollout_rows
+from torchrl_grpo.rollout.token_details import token_details
 from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training import early_end
 from torchrl_grpo.training.learner import Learner
@@ -350,9 +351,22 @@ class Session:
     def write_rollouts(self, round_: Round) -> None:
         """Write every response of a round, under the first of the steps that train on the round."""
         if self.outputs.rollouts is not None:
-            rows = rollout_rows(round_, self.parts.buffer.contents())
+            groups = self.parts.buffer.contents()
+            rows = rollout_rows(round_, groups)
+            count = self.cfg.logging.token_details
+            if count and self.learns_from_samples:
+                details = self._token_details(groups, count)
+                for row, tokens in zip(rows, details, strict=False):
+                    row["tokens"] = tokens
             self.outputs.rollouts.write(self.counters.step + 1, rows)
             self.outputs.loggers.log_rollouts(rows, self.counters.step + 1)
+
+    def _token_details(self, groups: TensorDictBase, count: int) -> list[dict[str, list[Any]]]:
+        learner = self.parts.learner
+        # Whole groups, because the prompt of one is computed once.
+        scored = groups[: -(-count // groups["group_id"].shape[1])]
+        trainer = learner.ranks.call_all(Learner.log_probs, learner, scored)
+        return token_details(scored, trainer, self.parts.tokenizer, count)
 
     def write_discarded(self, round_: Round, reasons: list[str]) -> None:
         """Write every response of the groups that the next round leaves out."""
