@@ -690,6 +690,20 @@ def test_wandb_shows_the_first_responses_as_a_table(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WANDB_SILENT", "true")
     loggers = build(config("wandb"), tmp_path)
     loggers.log_rollouts(ROLLOUTS, 3)
+    artifacts: list[Any] = []
+    run = loggers.loggers[0].experiment
+    monkeypatch.setattr(
+        type(run), "log_artifact", lambda self, *args, **options: artifacts.append((args, options))
+    )
+    loggers.log_report(tmp_path / "report.html")
+    assert artifacts == [], "there is none"
+    (tmp_path / "report.html").write_text("<!doctype html>")
+    loggers._table_rows, table_rows = 0, loggers._table_rows
+    loggers.log_report(tmp_path / "report.html")
+    assert artifacts == [], "the page has texts, and none is to be sent"
+    loggers._table_rows = table_rows
+    loggers.log_report(tmp_path / "report.html")
+    assert artifacts == [((str(tmp_path / "report.html"),), {"name": f"report-{run.id}", "type": "report"})]
     loggers.close()
     # It keeps these variables for the next run of the process.
     wandb.teardown()
@@ -774,14 +788,23 @@ def test_trackio_shows_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.M
     # The package is large, and only those install it who use it.
     fake = types.ModuleType("trackio")
     fake.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
-    vars(fake).update(init=init, Table=lambda columns, data: (columns, data))
+    artifacts: list[str] = []
+    vars(fake).update(
+        init=init,
+        Table=lambda columns, data: (columns, data),
+        log_artifact=lambda path, name, type: artifacts.append(f"{type} {name} {path}"),
+    )
+    page = tmp_path / "report.html"
+    page.touch()
     monkeypatch.setitem(sys.modules, "trackio", fake)
     monkeypatch.setattr(of_torchrl, "_has_trackio", True)
     for _ in range(2):
         loggers = build(config("trackio"), tmp_path)
         loggers.log_scalars({"reward/mean": 0.5}, 1)
         loggers.log_rollouts(ROLLOUTS, 3)
+        loggers.log_report(page)
         loggers.close()
+    assert artifacts == [f"report report-{starts[0]['name']} {page}"] * 2
     (numbers, first), (table, second), *_ = logged
     assert (numbers, first, second) == ({"reward/mean": 0.5}, 1, 3)
     assert table["rollouts"][0][:3] == ["group_id", "prompt", "response"] and len(table["rollouts"][1]) == 16

@@ -237,6 +237,7 @@ def test_pictures_of_the_page(tmp_path: Path, opened: Opener) -> None:
     for tab in ("curves", "rollouts"):
         page.click(f"#tab-{tab}")
         if tab == "rollouts":
+            page.fill("#filter-from", "9")
             page.click(".row")
         page.screenshot(path=folder / f"report-{tab}.png")
         assert (folder / f"report-{tab}.png").read_bytes().startswith(b"\x89PNG")

@@ -112,6 +112,24 @@ class Loggers:
                 texts = "\n\n".join(map(_as_markdown, shown[:_TEXTS]))
                 logger.experiment.add_text(ROLLOUTS_NAME, texts, step)
 
+    def log_report(self, path: Path) -> None:
+        """Log the report of the run as an artifact of W&B and trackio, if they are to get responses.
+
+        Args:
+            path: path of ``report.html``, which need not exist.
+        """
+        if not path.exists() or not self._table_rows:
+            return
+        for name, logger in zip(self.places, self.loggers, strict=False):
+            if name == "wandb":
+                logger.experiment.log_artifact(
+                    str(path), name=f"report-{logger.experiment.id}", type="report"
+                )
+            elif name == "trackio":
+                import trackio
+
+                trackio.log_artifact(str(path), name=f"report-{logger.exp_name}", type="report")
+
     def close(self) -> None:
         """Flush and close every logger. A second call does nothing."""
         while self.loggers:

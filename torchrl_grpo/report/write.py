@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrl_grpo.config.schema import Config
+from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.report import PAGE
 from torchrl_grpo.report import about
 from torchrl_grpo.report.page_file import render
@@ -39,20 +40,24 @@ class ReportWriter:
 
     def record(self, cfg: Config, plan: str) -> None:
         """Write what only the run itself knows, see :func:`torchrl_grpo.report.about.record`."""
-        self._try(lambda: about.record(self._reader.run_dir, cfg, plan))
+        self._try("written", lambda: about.record(self._reader.run_dir, cfg, plan))
 
     def write(self) -> None:
         """Write the report of what the files say now."""
-        self._try(lambda: write(self._reader))
+        self._try("written", lambda: write(self._reader))
 
-    def _try(self, action: Callable[[], object]) -> None:
+    def upload(self, loggers: Loggers) -> None:
+        """Hand the newest report to the loggers that keep files."""
+        self._try("uploaded", lambda: loggers.log_report(self._reader.run_dir / PAGE))
+
+    def _try(self, what: str, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # noqa: BLE001  # a defect of the report must not cost the run its training
             if self._warn is not None:
                 path = self._reader.run_dir / PAGE
                 self._warn(
-                    f"warning: {path} could not be written ({type(error).__name__}: {error}); the run "
+                    f"warning: {path} could not be {what} ({type(error).__name__}: {error}); the run "
                     f"goes on, and grpo-report {self._reader.run_dir} writes it later"
                 )
                 self._warn = None

@@ -241,6 +241,7 @@ def _train(
                     raise CheckpointError(f"{lost}; and {error}") from lost
                 raise
         session.outputs.check()
+        session.outputs.report.upload(session.outputs.loggers)
         last = read_jsonl(run_dir / METRICS)[-1]
         extras, seconds = session.summary_entries(), session.state.seconds()
         peak_memory_gib = session.state.peak_memory_gib()
