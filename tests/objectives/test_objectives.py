@@ -15,6 +15,8 @@ from rounding import EQUAL, EXACT
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_grpo.config.schema import PolicyConfig
+from torchrl_grpo.config.values import Proximal
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.advantage import decoupled_advantage, group_advantage, is_constant
 from torchrl_grpo.objectives.aggregation import count_totals
@@ -385,3 +387,27 @@ def test_kl_in_the_reward_is_summed_over_the_response(kind: str) -> None:
     assert written["advantage"].dtype == torch.float32
     # The reward that is logged stays the reward.
     torch.testing.assert_close(written["next", "reward"], batch["next", "reward"])
+
+
+@pytest.mark.parametrize("proximal", ["engine", "trainer"])
+def test_the_gap_to_the_engine_is_measured_by_token_and_by_quarter(float64: None, proximal: str) -> None:
+    # Values of the padding must not count.
+    batch = widen(make_batch(P=2, G=3, T=9), 1, 2)
+    mask = batch["masks", "loss"]
+    torch.manual_seed(0)
+    new = batch["log_probs", "response"] + 0.2 * torch.randn(mask.shape, dtype=torch.float64)
+    new = torch.where(mask, new, 50.0)
+    cfg = PolicyConfig(proximal=Proximal(proximal))
+    out = GroupPolicyLoss(FixedScorer(new), cfg, has_proximal_log_probs=False)(batch)
+    outside, sums, counts = 0, [0.0] * 4, [0] * 4
+    for group, sample in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        gaps = (new - batch["log_probs", "response"])[group, sample][mask[group, sample]].tolist()
+        for position, gap in enumerate(gaps):
+            outside += not 0.9 <= math.exp(gap) <= 1.1
+            sums[4 * position // len(gaps)] += math.exp(gap) - 1 - gap
+            counts[4 * position // len(gaps)] += 1
+    tokens = int(mask.sum())
+    assert 0 < outside < tokens and float(out["ratio_outside"]) == pytest.approx(outside / tokens)
+    for quarter in range(4):
+        assert float(out[f"kl_quarter_{quarter + 1}"]) == pytest.approx(sums[quarter] / tokens)
+        assert float(out[f"quarter_{quarter + 1}"]) == pytest.approx(counts[quarter] / tokens)

@@ -23,6 +23,11 @@ from torchrl_grpo.objectives.importance import aggregate_log_ratio, correction_w
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded
 
+# Numbers of the quarters of a response.
+QUARTERS = (1, 2, 3, 4)
+# A ratio is usual from 1 minus this to 1 plus this.
+_USUAL_RATIO = 0.1
+
 
 class GroupPolicyLoss(LossModule):
     """``sum_it a_it (-c_it J_it + kl_coef k_it + kl_inference_coef k'_it) - entropy_coef sum_it H_it / N``.
@@ -191,6 +196,10 @@ class GroupPolicyLoss(LossModule):
               log-probabilities;
             * with ``policy.proximal=trainer``: ``mismatch_kl_approx``, ``mismatch_ratio`` and
               ``mismatch_ratio_squared`` of the proximal policy relative to the engine;
+            * ``ratio_outside``, the share of tokens whose ratio to the engine is outside of 0.9 to 1.1,
+              ``kl_quarter_<n>``, the KL divergence from the engine in the n-th quarter of each response times
+              the share of tokens there, and ``quarter_<n>``, that share; these are of the proximal policy
+              with ``policy.proximal=trainer``;
             * with a reference: ``kl_ref``;
             * with a correction: ``correction``, the mean weight, and ``correction_zero``, the fraction of
               weights that are 0.
@@ -239,6 +248,8 @@ class GroupPolicyLoss(LossModule):
         if self.cfg.proximal == "trainer":
             mismatch = self._metrics(proximal, sampled, mean)
             out |= {f"mismatch_{name}": mismatch[name] for name in ("kl_approx", "ratio", "ratio_squared")}
+        closest = proximal if self.cfg.proximal == "trainer" else log_probs.detach()
+        out |= self._by_position(closest, sampled, mask, totals)
         if entropy is not None:
             out["entropy"] = mean(entropy.detach())
         out["clip_fraction"] = mean(torch.zeros_like(log_probs) if clipped is None else clipped.float())
@@ -311,6 +322,25 @@ class GroupPolicyLoss(LossModule):
             "ratio": mean(ratio),
             "ratio_squared": mean(ratio.square()),
             "logprob_diff": mean(log_ratio.abs()),
+        }
+
+    def _by_position(
+        self, log_probs: Tensor, sampled: Tensor, mask: Tensor, totals: BatchTotals
+    ) -> dict[str, Tensor]:
+        """Return how far engine and trainer are apart on tokens, and in each quarter of the responses."""
+        ratio = exp_bounded(log_probs - sampled)
+        outside = (ratio - 1).abs() > _USUAL_RATIO
+        kl = kl_estimate(sampled, log_probs, "k3")
+        lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+        quarter = (mask.cumsum(-1) - 1).mul(4).div(lengths, rounding_mode="floor")
+        members = (quarter == torch.arange(4, device=mask.device).view(4, 1, 1, 1)) & mask
+        values = torch.stack([kl.masked_fill(~mask, 0.0), torch.ones_like(kl)])
+        # [2, 4]: sums of the divergence and numbers of tokens, as shares of all tokens of the batch.
+        sums = (values.unsqueeze(1) * members).sum((2, 3, 4)) / max(1, totals.tokens)
+        return {
+            "ratio_outside": (outside & mask).sum() / max(1, totals.tokens),
+            **{f"kl_quarter_{number}": sums[0, number - 1] for number in QUARTERS},
+            **{f"quarter_{number}": sums[1, number - 1] for number in QUARTERS},
         }
 
     def _correction(self, log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torchrl_grpo.distributed.parallelism import reshard_after, synchronizing
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
-from torchrl_grpo.objectives.loss import GroupPolicyLoss
+from torchrl_grpo.objectives.loss import QUARTERS, GroupPolicyLoss
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_backend import make_backend
 from torchrl_grpo.training.optimizers import build_optimizer
@@ -54,6 +54,7 @@ _METRICS = {
     "ratio": "policy/ratio",
     "logprob_diff": "policy/logprob_diff",
     "mismatch_kl_approx": "mismatch/kl",
+    "ratio_outside": "mismatch/ratio_outside",
     "correction": "policy/correction",
     "correction_zero": "policy/correction_zero",
 }
@@ -165,6 +166,7 @@ class OptimizerStep:
                 if "mismatch_ratio" in sums
                 else {}
             ),
+            **_by_quarter(sums),
             **self._coefficients(),
             "optimizer/grad_norm": norm,
             "optimizer/lr": lr,
@@ -347,6 +349,16 @@ def _summed(terms: Sequence[Terms]) -> dict[str, float]:
         assert addend.names == terms[0].names, (addend.names, terms[0].names)
         total = total + addend.values
     return dict(zip(terms[0].names, total.tolist(), strict=True))
+
+
+def _by_quarter(sums: dict[str, float]) -> dict[str, float]:
+    """Return the KL divergence from the engine in each quarter of the responses that has a token."""
+    shares = {number: sums.get(f"quarter_{number}", 0.0) for number in QUARTERS}
+    return {
+        f"mismatch/kl_quarter_{number}": sums[f"kl_quarter_{number}"] / share
+        for number, share in shares.items()
+        if share > 0
+    }
 
 
 def _normalized_ess(mean: float, mean_square: float) -> float:

@@ -20,6 +20,7 @@ from torchrl_grpo.checkpoints.run_dir import public_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.models import lora, model_card, saving
+from torchrl_grpo.objectives.loss import QUARTERS
 from torchrl_grpo.observe.guards import Guards
 from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.observe.loggers import Loggers
@@ -47,6 +48,7 @@ from torchrl_grpo.training.throughput import ThroughputMeter
 # Metrics that compare the model with the policy that sampled.
 _OF_SAMPLING = frozenset(
     {"kl/sampling_policy", "policy/clip_fraction", "policy/ratio", "policy/ess", "policy/logprob_diff"}
+    | {"mismatch/ratio_outside", *(f"mismatch/kl_quarter_{number}" for number in QUARTERS)}
 )
 
 
