@@ -1,4 +1,4 @@
-"""``grpo-doctor``: say what went wrong in a run, from its files."""
+"""``grpo-doctor``: say what went wrong in a run, from its files, or check a machine before a run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.doctor import Diagnosis, diagnose
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.package_versions import VERSION
 from torchrl_grpo.runtime.printable import printable
+from torchrl_grpo.tools.gpu_check.results import Status
 
 FOUND_CODE = 1
+# An evaluation of four problems starts an engine, and publishes weights to it.
+_SHORT = ("eval.num_problems=4", "logging.progress=false")
 # Characters of a response that are shown.
 _SHOWN = 300
 
@@ -34,8 +38,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             interrupt, 143 for SIGTERM.
     """
     with exit_codes():
-        args = _parser().parse_args(argv)
-        diagnosis = diagnose(args.run)
+        args = _parser().parse_intermixed_args(argv)
+        if args.machine:
+            raise SystemExit(_check_machine(args.words, args.json))
+        if len(args.words) != 1:
+            raise ConfigError("command line: name the folder of one run, or write --machine")
+        diagnosis = diagnose(args.words[0])
         if args.json:
             sys.stdout.write(json.dumps(jsonable(entries(diagnosis)), indent=2) + "\n")
         else:
@@ -51,10 +59,39 @@ def _parser() -> argparse.ArgumentParser:
         "cause, and the keys to change.",
         epilog="Exit code: 0 if nothing was found, 1 if something was, 2 for a mistake in the command.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run, which may still be going on")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN",
+        help="folder of a run, which may still be going on; with --machine, keys of the engine as KEY=VALUE",
+    )
+    parser.add_argument(
+        "--machine",
+        action="store_true",
+        help="check this machine before a run: versions, GPUs, shared memory, disk, ports, ranks, engine",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     return parser
+
+
+def _check_machine(words: Sequence[str], as_json: bool) -> int:
+    """Check the machine, and return the exit code."""
+    from torchrl_grpo.cli.main import compose_job
+    from torchrl_grpo.tools import machine_check
+
+    cfg = compose_job([*_SHORT, *words], "grpo_quickstart", None)
+    results = []
+    for name, check in machine_check.checks(cfg).items():
+        result = machine_check.run_check(name, check)
+        results.append(result)
+        if not as_json:
+            text = result.reason or result.figures["ok"]
+            sys.stdout.write(printable(f"{name:<13}  {result.status:<6}  {text}") + "\n")
+            sys.stdout.flush()
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    return FOUND_CODE if any(result.status is Status.failed for result in results) else 0
 
 
 def entries(diagnosis: Diagnosis) -> dict[str, Any]:
