@@ -12,7 +12,7 @@ import pytest
 
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.observe.guards import Finding, Guards
-from torchrl_grpo.observe.past import Setting, constant_share
+from torchrl_grpo.observe.past import Setting, constant_share, group_size_note
 from torchrl_grpo.observe.report import summary
 from torchrl_grpo.observe.rules import RULES
 
@@ -296,3 +296,14 @@ def test_the_closing_screen_repeats_what_holds(tmp_path: Path) -> None:
     assert without.count("warning") == 1 and "in every group" in without
     cut = closing(False, "no_signal", "truncated")
     assert cut.count("warning") == 1 and "inference_model.max_new_tokens" in cut and "easier" not in cut
+
+
+def test_the_accuracy_before_training_foretells_groups_without_a_signal() -> None:
+    note = group_size_note({"eval/accuracy": 0.18}, 4)
+    assert (
+        note is not None and "45% of the groups of env.repeats=4" in note and "20% with env.repeats=8" in note
+    )
+    assert (
+        group_size_note({"eval/primary": 0.18}, 4) is None
+        and group_size_note({"eval/accuracy": 0.5}, 1) is None
+    )

@@ -177,6 +177,24 @@ def constant_share(accuracy: float, samples: int) -> float:
     return float(accuracy**samples + (1 - accuracy) ** samples)
 
 
+def group_size_note(metrics: Row, samples: int) -> str | None:
+    """Say how many groups will have no signal, by the accuracy before training; None without one.
+
+    Args:
+        metrics: metrics of the evaluation.
+        samples: responses to a prompt.
+    """
+    accuracy = metrics.get("eval/accuracy")
+    if accuracy is None or samples < 2:
+        return None
+    now, larger = constant_share(accuracy, samples), constant_share(accuracy, 2 * samples)
+    return (
+        f"group size: with an accuracy of {accuracy:.3f}, {now:.0%} of the groups of env.repeats={samples} "
+        f"would be all right or all wrong, and {larger:.0%} with env.repeats={2 * samples}; rewards that "
+        "grade partial success give more groups a signal"
+    )
+
+
 def _largest_rise(before: Mapping[str, float], after: Mapping[str, float]) -> str | None:
     """Return the name of what rose: the total if it did, or else the part that rose most; None if none did.
 

@@ -32,6 +32,7 @@ from torchrl_grpo.observe.metrics import (
     RolloutWriter,
     read_jsonl,
 )
+from torchrl_grpo.observe.past import group_size_note
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
@@ -242,6 +243,9 @@ class Session:
             self.counters.primary_before = metrics.get("eval/primary")
             self.counters.loss_before = metrics.get("eval/loss")
             self.log(metrics)
+            foretold = group_size_note(metrics, self.cfg.env.repeats)
+            if foretold is not None and self.learns_from_samples:
+                self.outputs.progress.note(foretold)
             if self.is_finished():
                 # The run ends here, and ends with a checkpoint as after any other step.
                 self.save()
