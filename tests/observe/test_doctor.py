@@ -135,3 +135,52 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
 def test_a_folder_without_a_run_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no metrics of a run.*outputs/DATE/TIME"):
         diagnose(tmp_path)
+
+
+def _word_problems(folder: Path, solves: bool) -> None:
+    """Write a run of 60 steps on word problems, rewarded for format and digits, whose answers become short.
+
+    Args:
+        folder: folder of the run.
+        solves: whether the held-out value rises meanwhile, as that of a model that learns to stop.
+    """
+    lines, rollouts, answers = [], [], []
+    for step in range(61):
+        done = min(1.0, step / 15)
+        words = round(110 - 88 * done)
+        row: dict[str, Any] = {"step": 0}
+        if step:
+            rewards = {"reward/mean": 0.4 + 1.1 * done, "reward/form": 0.3 + 0.6 * done}
+            length = {"response/length_mean": float(words)}
+            row = {**line(step), **rewards, **length, "reward/digits": 0.1 + 0.5 * done}
+            rollouts.append(
+                {"step": step, "response": "step " * words + "#### 7", "reward": 0.4 + 1.1 * done}
+            )
+        if step % 10 == 0:
+            # Of 200 problems, 36 were right before.
+            value = 0.18 + (0.3 if solves else -0.05) * done
+            near = {"eval/accuracy_low": value - 0.05, "eval/accuracy_high": value + 0.05}
+            row |= {
+                "eval/accuracy": value,
+                **near,
+                "eval/num_problems": 200,
+                "eval/response_length": float(words),
+            }
+            answers.append({"step": step, "id": "a", "response": "#### 7", "grade": 0.0})
+        lines.append(row)
+    for name, rows in (("metrics", lines), ("rollouts", rollouts), ("evaluations", answers)):
+        write(folder, f"{name}.jsonl", rows)
+
+
+def test_answers_of_22_tokens_for_format_and_digits_are_seen_in_the_first_third(tmp_path: Path) -> None:
+    _word_problems(tmp_path, solves=False)
+    diagnosis = diagnose(tmp_path)
+    (finding,) = diagnosis.findings
+    assert finding.rule.name == "short_answers" and finding.step <= 60 / 3
+    assert "22 tokens" in finding.seen and "reward.weights" in finding.rule.keys
+    assert diagnosis.examples["short_answers"].response == "#### 7"
+
+
+def test_answers_that_become_short_and_right_are_no_finding(tmp_path: Path) -> None:
+    _word_problems(tmp_path, solves=True)
+    assert findings(tmp_path) == []

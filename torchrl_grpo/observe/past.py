@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +100,7 @@ class Past:
         self._first_rewards: dict[str, float] = {}
         self._best_rewards: dict[str, float] = {}
         # Sums and numbers of the rewards since the last evaluation.
-        self._sums, self._counts = Counter[str](), Counter[str]()
+        self._sums, self._counts = defaultdict[str, float](float), Counter[str]()
 
     def take(self, row: Row) -> None:
         """Add a line, before rules read it."""
@@ -139,7 +139,7 @@ class Past:
 
     def _take_evaluation(self, present: HeldOut, row: Row) -> None:
         rewards = {name: self._sums[name] / count for name, count in self._counts.items()}
-        self._sums, self._counts = Counter(), Counter()
+        self._sums, self._counts = defaultdict(float), Counter()
         length = row.get("eval/response_length")
         if self._first is None:
             self._first, self._first_length = present, length
