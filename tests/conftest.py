@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import signal
 import tempfile
@@ -99,12 +100,16 @@ _file: Path | None = None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin a file as if it were the first: no signal handler of the files before."""
+    """Begin a file as if it were the first: no signal handler and no log of the files before."""
     global _file
     if item.path != _file:
         _file = item.path
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Hydra sets up logging for the whole process.
+        root = logging.getLogger()
+        root.setLevel(logging.WARNING)
+        root.handlers = [handler for handler in root.handlers if type(handler).__module__ == "_pytest.logging"]
 
 
 # Another number draws other formats; CI gives each commit its own.
