@@ -112,8 +112,7 @@ def test_a_finding_of_evaluations_shows_a_response_to_a_held_out_problem(tmp_pat
 
 
 def test_thresholds_follow_the_newest_configuration(tmp_path: Path) -> None:
-    config = OmegaConf.to_container(OmegaConf.structured(Config))
-    assert isinstance(config, dict)
+    config: Any = OmegaConf.to_container(OmegaConf.structured(Config))
     assert Setting.of(config) == Setting.of(asdict(Config()))
     write(tmp_path, "metrics.jsonl", [line(step, kl__sampling_policy=0.004) for step in range(1, 6)])
     assert findings(tmp_path) == []

@@ -92,7 +92,7 @@ class Guards:
         self._streaks[rule.name] = since, count + 1
         if count + 1 >= rule.window and rule.name not in self._holding:
             self._times[rule.name] += 1
-            numbers = defaultdict(lambda: math.nan)
+            numbers = defaultdict[str, Any](lambda: math.nan)
             numbers |= {name: value for name, value in row.items() if value is not None}
             number = rule.number(row, self._past)
             seen = rule.seen.format(row=numbers, number=number, past=self._past, window=rule.window)
