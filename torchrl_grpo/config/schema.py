@@ -322,8 +322,8 @@ class LoggingConfig:
     table_rows: Annotated[int, Range(ge=0)] = key(
         0,
         "Responses of each round that W&B and trackio show as a table, e.g. 16, in the order of "
-        "rollouts.jsonl; 0 sends them no text. Of a prompt or a response that is longer than 2000 "
-        "characters, the first and the last 1000 are shown.",
+        "rollouts.jsonl; they then get report.html, too. 0 sends them no text. Of a prompt or a response "
+        "that is longer than 2000 characters, the first and the last 1000 are shown.",
         only_with="logging.rollouts=true",
     )
     token_details: NonNegativeInt = key(

@@ -176,12 +176,15 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _tokens(details: Any) -> dict[str, list[Any]] | None:
     """Return texts and numbers of tokens; None for anything else."""
-    columns = [_mapping(details).get(name) for name in ("text", "engine", "trainer")]
-    if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) != 1:
+    parts = _mapping(details)
+    text, engine, trainer = (parts.get(name) for name in ("text", "engine", "trainer"))
+    if not (isinstance(text, list) and isinstance(engine, list) and isinstance(trainer, list)):
         return None
-    text, *numbers = columns
-    engine, trainer = ([jsonable(number(value)) for value in column] for column in numbers)
-    return {"text": [str(piece) for piece in text], "engine": engine, "trainer": trainer}
+    if not len(text) == len(engine) == len(trainer):
+        return None
+    numbers = {"engine": engine, "trainer": trainer}
+    finite = {name: [jsonable(number(value)) for value in values] for name, values in numbers.items()}
+    return {"text": [str(piece) for piece in text], **finite}
 
 
 def _message(message: Any) -> dict[str, str]:
