@@ -109,7 +109,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         # Hydra sets up logging for the whole process.
         root = logging.getLogger()
         root.setLevel(logging.WARNING)
-        root.handlers = [handler for handler in root.handlers if type(handler).__module__ == "_pytest.logging"]
+        root.handlers = [
+            handler for handler in root.handlers if type(handler).__module__ == "_pytest.logging"
+        ]
 
 
 # Another number draws other formats; CI gives each commit its own.
