@@ -84,8 +84,8 @@ def write_run(folder: Path, steps: int = 20, groups: int = 4, samples: int = 4) 
             for sample in range(samples)
         ),
     )
-    # Grades of four problems: learnt, forgotten, never solved, always solved.
-    after = {"learnt": (0, 1), "forgotten": (1, 0), "never": (0, 0), "always": (1, 1)}
+    # Grades of four problems: learned, forgotten, never solved, always solved.
+    after = {"learned": (0, 1), "forgotten": (1, 0), "never": (0, 0), "always": (1, 1)}
     write_lines(
         folder / "evaluations.jsonl",
         (

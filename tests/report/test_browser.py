@@ -170,12 +170,12 @@ def rows_of(steps: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def test_the_history_of_problems_shows_what_was_learnt_and_forgotten(tmp_path: Path, opened: Opener) -> None:
+def test_the_history_of_problems_shows_what_was_learned_and_forgotten(tmp_path: Path, opened: Opener) -> None:
     page = opened(write_run(tmp_path / "run"))
     page.click("#tab-problems")
     held_out = page.locator(".history").first
     buttons = held_out.locator(".filters button").all_inner_texts()
-    assert buttons == ["all: 4", "learnt: 1", "forgotten: 1", "never solved: 1", "always solved: 1"]
+    assert buttons == ["all: 4", "learned: 1", "forgotten: 1", "never solved: 1", "always solved: 1"]
     held_out.locator("button[data-state=forgotten]").click()
     held_out.locator(".row").click()
     assert held_out.locator(".response").all_inner_texts() == ["forgotten at step 0", "forgotten at step 20"]

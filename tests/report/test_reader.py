@@ -221,11 +221,11 @@ def test_held_out_problems_have_their_grades_and_first_and_newest_response(tmp_p
     write_run(tmp_path)
     contents = read(tmp_path)
     held_out, texts = contents["held_out"], contents["texts"]["held_out"]
-    assert held_out["ids"] == ["learnt", "forgotten", "never", "always"] and held_out["steps"] == [0, 10, 20]
+    assert held_out["ids"] == ["learned", "forgotten", "never", "always"] and held_out["steps"] == [0, 10, 20]
     assert list(held_out["grades"]) == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1]
     assert (texts[0]["first"]["response"], texts[0]["last"]["response"]) == (
-        "learnt at step 0",
-        "learnt at step 20",
+        "learned at step 0",
+        "learned at step 20",
     )
 
 

@@ -1,6 +1,6 @@
-// The history of each problem: which were learnt, which forgotten, and what the model wrote before and after.
+// The history of each problem: which were learned, which forgotten, and what the model wrote before and after.
 
-const STATES = ["learnt", "forgotten", "never solved", "always solved", "changing", "seen once"];
+const STATES = ["learned", "forgotten", "never solved", "always solved", "changing", "seen once"];
 
 // What became of a problem, from its grades in order: solved before, solved after, solved in between.
 function stateOf(grades, threshold) {
@@ -8,7 +8,7 @@ function stateOf(grades, threshold) {
   if (solved.length < 2) return "seen once";
   if (solved.every(Boolean)) return "always solved";
   if (!solved.some(Boolean)) return "never solved";
-  if (!solved[0] && solved[solved.length - 1]) return "learnt";
+  if (!solved[0] && solved[solved.length - 1]) return "learned";
   return solved[solved.length - 1] ? "changing" : "forgotten";
 }
 
