@@ -35,6 +35,7 @@ def test_settings_of_the_training_are_public(word: str) -> None:
         "inference_model.servers=[http://10.0.0.1:8000]",
         "model.name=/home/SECRET/model",
         "env.data_path='~/SECRET.jsonl'",
+        "env.mixture=[SECRET]",
         "reward.functions={a:/home/SECRET/a.py:f}",
         "hub.push=SECRET/name",
     ],
@@ -46,7 +47,14 @@ def test_what_may_be_secret_is_left_out(word: str) -> None:
 def test_a_public_configuration_has_no_secret() -> None:
     cfg = Config()
     cfg.reward.args = {"judge": {"api_key": "SECRET"}}
-    cfg.reward.functions = {"judge": "judge.py:f"}
+    cfg.reward.functions = {"judge": "judge.py:f", "own": "/home/SECRET/judge.py:f"}
+    part = {
+        "dataset": "jsonl",
+        "data_path": "/SECRET.jsonl",
+        "reward": {"args": {"judge": {"key": "SECRET"}}},
+    }
+    cfg.env.mixture = [part]
+    cfg.env.tools = ["calculator", "/home/SECRET/tools.py:search"]
     cfg.inference_model.engine_args = {"api_key": "SECRET"}
     cfg.inference_model.servers = ["http://SECRET:8000"]
     cfg.model.name = "/home/SECRET"
@@ -55,3 +63,4 @@ def test_a_public_configuration_has_no_secret() -> None:
     assert "SECRET" not in str(published)
     assert published["optimizer"]["lr"] == cfg.optimizer.lr
     assert published["reward"]["functions"] == {"judge": "judge.py:f"}
+    assert published["env"]["tools"] == ["calculator"]

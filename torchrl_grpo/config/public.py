@@ -20,6 +20,8 @@ _PRIVATE = (
     "ray",
     "resume",
     "env.environment_args",
+    # A part has arguments of rewards and of the task too.
+    "env.mixture",
     "env.task_args",
     "inference_model.engine_args",
     "inference_model.servers",
@@ -61,8 +63,21 @@ def _without_private(section: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     entries = {}
     for name, value in section.items():
         key = f"{prefix}{name}"
-        if _is_private(key) or (isinstance(value, str) and _PATH.search(value)):
+        if _is_private(key) or _is_path(value):
             continue
         is_section = isinstance(value, dict) and key not in keys().free_form
-        entries[name] = _without_private(value, f"{key}.") if is_section else value
+        entries[name] = _without_private(value, f"{key}.") if is_section else _without_paths(value)
     return entries
+
+
+def _without_paths(value: Any) -> Any:
+    """Return the value of a key without the entries that are paths, however deep they are."""
+    if isinstance(value, dict):
+        return {name: _without_paths(entry) for name, entry in value.items() if not _is_path(entry)}
+    if isinstance(value, list):
+        return [_without_paths(entry) for entry in value if not _is_path(entry)]
+    return value
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and _PATH.search(value) is not None
