@@ -154,6 +154,10 @@ def test_a_large_divergence_depends_on_its_estimator(estimator: str, warns: bool
         {"mismatch__kl_quarter_1": 1e-5, "mismatch__kl_quarter_4": 0.09, "policy__version": 0},
         {"mismatch__ratio_outside": 0.08},
         {"mismatch__ratio_outside": 0.6, "policy__version": 0},
+        # The proximal policy is newer than the weights that sampled.
+        {"mismatch__kl": 0.05, "policy__version": 0},
+        {"mismatch__kl": 0.05, "mismatch__kl_quarter_4": 0.09, "policy__version": 0},
+        {"mismatch__kl": 0.05, "mismatch__ratio_outside": 0.6, "policy__version": 0},
     ],
 )
 def test_rounding_and_older_weights_are_no_mismatch(changes: dict[str, Any]) -> None:

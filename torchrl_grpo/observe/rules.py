@@ -108,8 +108,8 @@ def _while_sampling(name: str) -> Callable[[Row, Past], float | None]:
 
 
 def _has_equal_weights(row: Row) -> bool:
-    """Whether only rounding differs between the log-probabilities of engine and trainer."""
-    return "mismatch/kl" in row or row.get("policy/version") == row["step"] - 1
+    """Whether the trainer had the weights that sampled when the round came in: only rounding differs."""
+    return row.get("policy/version") == row["step"] - 1
 
 
 def _with_equal_weights(name: str) -> Callable[[Row, Past], float | None]:
