@@ -235,6 +235,17 @@ def test_a_run_that_learns_solutions_may_be_sure_of_them() -> None:
     assert watch([row(step, **still) for step in range(1, 9)]) == [(3, "no_gradient")]
 
 
+@pytest.mark.parametrize(("with_gradient", "warns"), [(0, False), (3, False), (7, False), (None, True)])
+def test_the_groups_of_one_step_of_a_round_may_have_no_signal(with_gradient: int | None, warns: bool) -> None:
+    def step_of_round(number: int, step: int) -> dict[str, Any]:
+        of_a_round = {} if step == 0 else {"reward__mean": None, "reward__constant_groups": None}
+        gradient = {"optimizer__grad_norm": 0.5 if step == with_gradient else 0.0}
+        return row(8 * number + step + 1, **of_a_round, **gradient)
+
+    begun = watch([step_of_round(number, step) for number in range(4) for step in range(8)])
+    assert begun == ([(17, "no_gradient")] if warns else [])
+
+
 def test_a_replay_of_the_lines_leaves_what_the_run_had() -> None:
     lines = [
         *(row(step, **SIGNS["truncated"]) for step in range(1, 5)),

@@ -67,6 +67,7 @@ class Past:
         setting: what the configuration says.
 
     Attributes:
+        has_rounds: whether a round with rewards came; supervised fine-tuning has none.
         has_signal: whether a group of the present round had different rewards; True without rewards.
         lost: largest factor by which the entropy has changed since the last round with a signal, if rewards
             have fallen below those of all rounds with a signal; 1 otherwise.
@@ -83,6 +84,7 @@ class Past:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self.has_rounds = False
         self.has_signal = True
         self.lost = 1.0
         self.fall = 0.0
@@ -106,6 +108,7 @@ class Past:
         """Add a line, before rules read it."""
         self._take_publication(row)
         if row.get("reward/constant_groups") is not None:
+            self.has_rounds = True
             self._take_round(row)
         present = held_out(row)
         if present is not None:

@@ -99,7 +99,9 @@ def _gradient(row: Row, past: Past) -> float | None:
     if not past.has_signal:
         return None
     # A step in which the loss counts no token has no norm.
-    return _value(row, "optimizer/grad_norm") if "optimizer/grad_norm" in row else 0.0
+    norm = _value(row, "optimizer/grad_norm") if "optimizer/grad_norm" in row else 0.0
+    # The groups of one step of a round may have no signal. Of a round without any gradient, the first counts.
+    return norm if norm or "reward/constant_groups" in row or not past.has_rounds else None
 
 
 def _while_sampling(name: str) -> Callable[[Row, Past], float | None]:
