@@ -62,6 +62,16 @@ def test_a_finding_has_its_steps_and_says_whether_it_is_over(tmp_path: Path) -> 
     assert diagnose(tmp_path).ended
 
 
+def test_a_finding_that_another_one_explains_later_is_not_over(tmp_path: Path) -> None:
+    equal = {"reward__constant_groups": 1.0, "advantage__abs_mean": 0.0}
+    rows = [line(step, **equal, response__truncated=1.0 if step > 5 else 0.5) for step in range(1, 12)]
+    write(tmp_path, "metrics.jsonl", rows)
+    assert [(each.rule.name, each.is_over) for each in findings(tmp_path)] == [
+        ("no_signal", False),
+        ("truncated", False),
+    ]
+
+
 def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     damaged = [
         "{",

@@ -94,7 +94,7 @@ def diagnose(run_dir: str | os.PathLike[str]) -> Diagnosis:
             f"{folder}: no metrics of a run can be read there ({METRICS}: {error.strerror}); write the "
             "folder of a run, such as outputs/DATE/TIME"
         ) from error
-    holding = {finding.rule.name: finding for finding in guards.holding()}
+    holding = {finding.rule.name: finding for finding in guards.holding(explained=True)}
     all_findings = [
         replace(finding, times=holding[finding.rule.name].times)
         if finding.rule.name in holding

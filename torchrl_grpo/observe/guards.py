@@ -72,12 +72,16 @@ class Guards:
             self.take(row["step"], row)
         return self.holding()
 
-    def holding(self) -> list[Finding]:
-        """Return the findings that hold after the last line, without those that another one explains."""
+    def holding(self, explained: bool = False) -> list[Finding]:
+        """Return the findings that hold after the last line.
+
+        Args:
+            explained: whether to return those too that another one explains. They are not over.
+        """
         return [
             finding
-            for name, finding in self._holding.items()
-            if not self._holding.keys() & set(finding.rule.explained_by)
+            for finding in self._holding.values()
+            if explained or not self._holding.keys() & set(finding.rule.explained_by)
         ]
 
     def _apply(self, rule: Rule, row: Row) -> None:
