@@ -80,16 +80,20 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         '{"step": 2, "reward/mean": "a"}',
         "[" * 100_000,
         '{"step": 1e400}',
+        f'{{"step": 2, "reward/mean": 1{"0" * 400}, "reward/constant_groups": 0.5}}',
     ]
     rows = [line(step, response__truncated=1.0) for step in range(1, 5)]
     write(tmp_path, "metrics.jsonl", [rows[0], *damaged, *rows[1:]])
-    write(tmp_path, "rollouts.jsonl", ["\x00", {"step": 3, "response": "cut", "reward": 0.5}, '{"step": 3'])
+    write(
+        tmp_path, "rollouts.jsonl", ["\x00", {"step": 3, "response": "cut", "reward": 10**400}, '{"step": 3']
+    )
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "reward/mean"')
     diagnosis = diagnose(tmp_path)
     assert [finding.rule.name for finding in diagnosis.findings] == ["truncated"] and diagnosis.last_step == 4
     assert diagnosis.damaged == {"metrics.jsonl": len(damaged) + 1, "rollouts.jsonl": 2}
-    assert diagnosis.examples["truncated"].response == "cut"
+    example = diagnosis.examples["truncated"]
+    assert example.response == "cut" and example.reward is None
 
 
 def test_the_response_of_a_finding_is_of_its_step_and_has_the_error(tmp_path: Path) -> None:
@@ -139,6 +143,20 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / ".hydra/config.yaml").write_text(text)
     (note,) = diagnose(tmp_path).notes
     assert ".hydra/config.yaml cannot be read" in note
+
+
+@pytest.mark.parametrize("repeats", [".inf", ".nan", "0", "-2", f"1{'0' * 400}", "many"])
+def test_numbers_that_no_run_has_are_no_crash(tmp_path: Path, repeats: str) -> None:
+    config: Any = OmegaConf.to_container(OmegaConf.structured(Config))
+    config["env"]["repeats"] = "REPEATS"
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra/config.yaml").write_text(OmegaConf.to_yaml(config).replace("REPEATS", repeats))
+    write(tmp_path, "metrics.jsonl", [{**line(1), "eval/accuracy": 0.0}])
+    (note,) = diagnose(tmp_path).notes
+    assert ".hydra/config.yaml cannot be read" in note
+    OmegaConf.save(OmegaConf.structured(Config), tmp_path / ".hydra/config.yaml")
+    write(tmp_path, "metrics.jsonl", [{**line(1), "eval/accuracy": 1e300}])
+    assert diagnose(tmp_path).findings == []
 
 
 def test_a_folder_without_a_run_is_a_mistake(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,7 +85,7 @@ def diagnose(run_dir: str | os.PathLike[str]) -> Diagnosis:
     guards, begun, last = Guards(read_setting(folder, notes)), list[Finding](), None
     try:
         for row in _lines(folder / METRICS, damaged):
-            if not all(value is None or isinstance(value, int | float) for value in row.values()):
+            if not all(value is None or _is_number(value) for value in row.values()):
                 damaged[METRICS] = damaged.get(METRICS, 0) + 1
                 continue
             begun += guards.take(row["step"], row)
@@ -103,6 +104,11 @@ def diagnose(run_dir: str | os.PathLike[str]) -> Diagnosis:
     ]
     examples = _examples(folder, all_findings, damaged, notes)
     return Diagnosis(all_findings, examples, last, (folder / _SUMMARY).is_file(), damaged, notes)
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that a float can hold. JSON has integers of any length."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _lines(path: Path, damaged: dict[str, int]) -> Iterator[dict[str, Any]]:
@@ -130,7 +136,7 @@ def read_setting(folder: Path, notes: list[str]) -> Setting:
     for path in sorted(records, key=lambda path: path.stat().st_mtime_ns)[-1:]:
         try:
             return Setting.of(yaml.safe_load(read_regular(path)))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError, KeyError, TypeError):
+        except (OSError, ValueError, OverflowError, yaml.YAMLError, RecursionError, KeyError, TypeError):
             notes.append(f"{path.relative_to(folder)} cannot be read, so thresholds are the usual ones")
     if not records:
         notes.append(".hydra/config.yaml is missing, so thresholds are the usual ones")
@@ -165,5 +171,5 @@ def _take(finding: Finding, row: Mapping[str, Any], file: str, examples: dict[st
     if step > finding.step or (best is not None and step == best.step and (best.error or not error)):
         return
     value = row.get("reward", row.get("grade"))
-    reward = float(value) if isinstance(value, int | float) else None
+    reward = float(value) if value is not None and _is_number(value) else None
     examples[finding.rule.name] = Example(file, step, str(row.get("response", "")), reward, error)

@@ -47,15 +47,20 @@ class Setting:
         Raises:
             KeyError: a key is missing.
             TypeError: it is no mapping of sections.
+            ValueError: ``env.repeats`` is no number from 1 on.
+            OverflowError: it is larger than any float.
         """
         engine, trainer = config["inference_model"], config["train_model"]
         formats = {str(engine["dtype"]), str(trainer["autocast"])}
+        # Shares are raised to this power.
+        if (samples := int(float(config["env"]["repeats"]))) < 1:
+            raise ValueError(f"env.repeats={samples}: it must be at least 1")
         known = None if "auto" in formats else formats == {"float32", "no"}
         return cls(
             float32=False if formats & {"bfloat16", "float16", "bf16", "fp16"} else known,
             quantized=str(trainer["quantization"]) != "none" or "quantization" in engine["engine_args"],
             kl_estimator=str(config["policy"]["kl_estimator"]),
-            samples=int(config["env"]["repeats"]),
+            samples=samples,
             has_baseline=str(config["policy"]["advantage_estimator"]) != "reward",
         )
 
@@ -177,7 +182,9 @@ def rewards_of(row: Row) -> dict[str, float]:
 
 def constant_share(accuracy: float, samples: int) -> float:
     """Return the expected share of groups whose responses are all right or all wrong: ``p^G + (1 - p)^G``."""
-    return float(accuracy**samples + (1 - accuracy) ** samples)
+    # A line that is damaged may have any number.
+    share = min(max(accuracy, 0.0), 1.0)
+    return float(share**samples + (1 - share) ** samples)
 
 
 def group_size_note(metrics: Row, samples: int) -> str | None:
