@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.cli import model_argument
@@ -91,6 +92,14 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and line.startswith(message)
     assert not (tmp_path / "evaluations").exists()
+
+
+def test_a_checkpoint_from_before_a_key_was_renamed_is_read(tmp_path: Path) -> None:
+    cfg = Config()
+    cfg.inference_model.max_logprob_diff = 0.5
+    written = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    (tmp_path / "config.yaml").write_text(written.replace("max_logprob_diff", "max_logprob_gap"))
+    assert model_argument.config_of(tmp_path) == cfg
 
 
 CODE = {"marker": "MARK.py:score", "length": "MARK.py:score"}

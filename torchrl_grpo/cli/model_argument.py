@@ -12,6 +12,7 @@ from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.foreign_code import keys_with_code
 from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.resume import EARLIER_NAMES
 from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError, first_line
 from torchrl_grpo.models import on_hub
 from torchrl_grpo.runtime import hub
@@ -90,6 +91,10 @@ def config_of(checkpoint: Path) -> Config:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}); write --config-name") from error
     # What it stood for is in the other keys.
     assert isinstance(node, DictConfig)
+    for earlier, name in EARLIER_NAMES.items():
+        section, _, key = earlier.rpartition(".")
+        if isinstance(node.get(section), DictConfig) and key in node[section]:
+            OmegaConf.update(node, name, node[section].pop(key))
     node.update({"resume": None, "dry_run": False, "allocation_mode": None})
     return parse(node)
 

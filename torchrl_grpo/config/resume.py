@@ -66,8 +66,8 @@ FREE_KEYS = (
 )
 
 
-# Free keys that have another name now. Earlier checkpoints have them.
-EARLIER_NAMES = ("inference_model.max_logprob_gap",)
+# Free keys that have another name now, and that name. Earlier checkpoints have them.
+EARLIER_NAMES = {"inference_model.max_logprob_gap": "inference_model.max_logprob_diff"}
 
 # A resumed run may also change these keys if they had this value. With this value, a run ends at the first
 # prompt that another value would treat differently.
