@@ -23,6 +23,9 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
     monkeypatch.setattr(hub, "_last", None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    # It is removed after the test.
+    monkeypatch.setenv("TORCHRL_GRPO_HUB_UNREACHABLE", "")
+    monkeypatch.delenv("TORCHRL_GRPO_HUB_UNREACHABLE")
     monkeypatch.delenv("HF_DATASETS_OFFLINE")
     config = types.SimpleNamespace(HF_HUB_OFFLINE=False, HF_DATASETS_OFFLINE=False)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(config=config))
@@ -56,6 +59,18 @@ def test_a_failure_counts_for_half_a_minute(ask: Ask) -> None:
     assert ask(True) is None and len(requests) == 2
     # What has answered is not asked again.
     assert ask(False) is None and len(requests) == 2
+
+
+def test_a_process_that_was_started_without_a_network_asks_too(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(False) == "no route to host"
+    # Another process begins with the environment of this one, and without its answers.
+    monkeypatch.setattr(hub, "_last", None)
+    assert ask(False) == "no route to host"
+    monkeypatch.setattr(hub, "_last", None)
+    assert ask(True) is None
+    assert ask(False) is None, "it has answered"
 
 
 def test_a_user_who_is_offline_is_not_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:

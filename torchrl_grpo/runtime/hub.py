@@ -15,6 +15,8 @@ from dataclasses import dataclass
 LIMIT_S = 10
 # Seconds after which a hub that has not answered is asked again.
 _RETRY_S = 30.0
+# Says to the processes that this one starts that it set HF_HUB_OFFLINE, and not the user.
+_UNREACHABLE = "TORCHRL_GRPO_HUB_UNREACHABLE"
 
 
 @dataclass
@@ -37,18 +39,18 @@ def why_unreachable() -> str | None:
     """Return why the hub cannot be used; None if it answers, or has answered before.
 
     If it does not answer, its clients in this process, and in those that it starts, do not ask it until the
-    next call of this function that gets an answer.
+    next call of this function in the same process that gets an answer.
     """
     global _last
     from huggingface_hub import constants, get_session
 
     failed = _last is not None and _last.why is not None
-    if constants.is_offline_mode() and not failed:
+    if constants.is_offline_mode() and _UNREACHABLE not in os.environ:
         return "HF_HUB_OFFLINE is set"
     if _last is not None and (not failed or time.monotonic() < _last.at + _RETRY_S):
         return _last.why
     why = None
-    if failed:
+    if _UNREACHABLE in os.environ:
         # The client refuses to ask while it is offline.
         _set_offline(False)
     try:
@@ -65,6 +67,10 @@ def _set_offline(offline: bool) -> None:
     from huggingface_hub import constants
 
     os.environ["HF_HUB_OFFLINE"] = str(int(offline))
+    if offline:
+        os.environ[_UNREACHABLE] = "1"
+    else:
+        os.environ.pop(_UNREACHABLE, None)
     constants.HF_HUB_OFFLINE = offline
     if (datasets := sys.modules.get("datasets")) is not None:
         # It copies the constant when it is imported, unless a variable of its own is set.
