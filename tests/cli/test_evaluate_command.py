@@ -75,6 +75,10 @@ def test_adapters_are_measured_in_their_run_and_alone(train: Runner, config: Con
         (["run"], "error: run: this run has no complete checkpoint"),
         (["empty", "--bogus"], "error: command line: unrecognized arguments: --bogus"),
         (["empty", "eval.num_problem=3"], "error: eval.num_problem=3: there is no key"),
+        (
+            ["empty", "eval.num_problems=1,2"],
+            "error: eval.num_problems=1,2: this command has no sweeps; write a ",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -92,6 +96,27 @@ def test_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and line.startswith(message)
     assert not (tmp_path / "evaluations").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("env=gsm8k", "write --config-name=grpo_gsm8k beside it"),
+        ("+policy=dapo", "write --config-name=grpo_gsm8k beside it"),
+        ("eval.num_problems=1,2", "write a single value of eval.num_problems instead"),
+    ],
+)
+def test_what_a_run_of_its_own_configuration_cannot_take(
+    word: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "run/checkpoints/4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    monkeypatch.setattr(model_argument, "config_of", lambda checkpoint: Config())
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "run"), word])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith(f"error: {word}: ") and fix in line
 
 
 def test_a_checkpoint_from_before_a_key_was_renamed_is_read(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ class Composer:
         # Values are written here to see whether their types fit.
         self._scratch: DictConfig | None = None
 
-    def jobs(self, words: list[str], sweep: bool) -> list[list[str]]:
+    def jobs(self, words: list[str], sweep: bool | None) -> list[list[str]]:
         """Split a command line into the overrides of its jobs and check each override.
 
         Args:
             words: ``key=value`` arguments.
-            sweep: whether several values of a key make several jobs.
+            sweep: whether several values of a key make several jobs; None for a command without sweeps.
 
         Returns:
             One list of overrides per job, and a single list without ``sweep``. With a sweeper other than
@@ -100,7 +100,7 @@ class Composer:
             if not override.is_sweep_override():
                 choices[override.get_key_element()] = [line]
             elif not sweep:
-                raise _several_values(override)
+                raise _several_values(override, has_sweeps=sweep is not None)
             elif override.is_discrete_sweep():
                 key = override.get_key_element()
                 choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -121,9 +121,17 @@ class Composer:
         """Return the values of ``key=value`` arguments by key, for a configuration that was composed before.
 
         Raises:
-            ConfigError: see :meth:`jobs`.
+            ConfigError: see :meth:`jobs`; or an argument chooses the file of a group.
         """
-        (lines,) = self.jobs(words, sweep=False)
+        for override in map(self._parse, words):
+            group = override.key_or_group
+            if self._options(group) and not override.is_delete() and not isinstance(override.value(), dict):
+                raise ConfigError(
+                    f"{override.input_line}: the configuration of a run has its values already, so no file "
+                    f"of config/{group} is chosen; write --config-name={self._config_name} beside it to "
+                    "compose another one"
+                )
+        (lines,) = self.jobs(words, sweep=None)
         return {override.key_or_group: override.value() for override in map(self._parse, lines)}
 
     def compose(self, overrides: list[str], number: int = 0) -> Job:
@@ -207,7 +215,7 @@ class Composer:
             fix = f"{key}={keys().example(key)}" if key in keys().leaves else own
             raise ConfigError(f"{line}: a key cannot be taken away; write {fix}, for example")
         plain = line.lstrip("+")
-        options = self._loader.get_group_options(key) if "." not in key else []
+        options = self._options(key)
         if options and not isinstance(value, dict):
             self._check_option(override, value, options)
             return
@@ -244,6 +252,10 @@ class Composer:
         if sign and not override.is_add():
             raise ConfigError(f"{line}: no {group} is chosen so far, and + adds one; write +{plain} instead")
 
+    def _options(self, key: str) -> list[str]:
+        """Return the files of a group; empty if the key is none."""
+        return self._loader.get_group_options(key) if "." not in key else []
+
     @functools.cached_property
     def _chosen_groups(self) -> set[str]:
         """The groups of which the primary configuration chooses a file."""
@@ -251,8 +263,8 @@ class Composer:
         return {str(part.config_path).rpartition("/")[0] for part in parts}
 
 
-def _several_values(override: Override) -> ConfigError:
-    """Build the error for several values without --multirun; the fix is a list or a sweep."""
+def _several_values(override: Override, has_sweeps: bool) -> ConfigError:
+    """Build the error for several values without --multirun; the fix is a list, a sweep, or one value."""
     key, line = override.key_or_group, str(override.input_line)
     if key in keys().free_form and (own := keys().fitting(key, line.split("=", 1)[1])) is not None:
         plain = line.lstrip("+")
@@ -260,6 +272,8 @@ def _several_values(override: Override) -> ConfigError:
     if keys().is_list(key):
         value = line.split("=", 1)[1]
         return ConfigError(f"{line}: a list stands in square brackets; write {key}=[{value}] instead")
+    if not has_sweeps:
+        return ConfigError(f"{line}: this command has no sweeps; write a single value of {key} instead")
     return ConfigError(f"{line}: several values make a sweep; write --multirun {line} instead")
 
 

@@ -136,7 +136,7 @@ def compose_job(
 
     extra = None if extra_dir is None else extra_dir.resolve()
     with composer(config_dir(), config_name.removesuffix(".yaml"), extra) as tree:
-        (words,) = tree.jobs([open_free_form(word) for word in overrides], sweep=False)
+        (words,) = tree.jobs([open_free_form(word) for word in overrides], sweep=None)
         return resolve_job(tree.compose(words).node, check)
 
 
