@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -251,3 +254,48 @@ def test_the_plan_and_versions_of_the_start_are_read_and_secrets_are_not(tmp_pat
     assert settings["optimizer.lr"]["overridden"] and settings["optimizer.lr"]["changed"]
     assert not settings["optimizer.eps"]["overridden"] and not settings["optimizer.eps"]["changed"]
     assert "secret" not in json.dumps(about) and "a/b" not in json.dumps(about)
+
+
+@pytest.mark.parametrize("name", ["summary.json", ".hydra/about.json", ".hydra/config.yaml", ".hydra"])
+def test_links_of_a_folder_from_somebody_else_are_not_followed(tmp_path: Path, name: str) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    secret = {
+        "plan": "hf_secret",
+        "seconds": 71,
+        "right": {"reward": "hf_secret"},
+        "optimizer": {"lr": "hf_secret"},
+    }
+    for file in ("secret", "about.json", "config.yaml"):
+        (private / file).write_text(json.dumps(secret))
+    run = write_run(tmp_path / "run", steps=1)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(private if name == ".hydra" else private / "secret")
+    contents = read(run)
+    assert "hf_secret" not in json.dumps(contents["about"]) and contents["summary"] == {}
+
+
+def test_only_what_the_page_shows_is_taken_of_the_records_of_a_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (run / ".hydra").mkdir()
+    (run / "summary.json").write_text(json.dumps({"seconds": 71, "steps": [1], "token": "hf_secret"}))
+    (run / ".hydra/about.json").write_text(json.dumps({"plan": ["x"], "right": None, "token": "hf_secret"}))
+    contents = read(run)
+    assert contents["summary"] == {"seconds": 71, "steps": None}
+    assert contents["about"]["plan"] == "" and contents["about"]["right"] == {}
+    assert "hf_secret" not in json.dumps(contents["about"])
+
+
+@pytest.mark.parametrize("name", ["summary.json", ".hydra/about.json", ".hydra/config.yaml"])
+def test_a_pipe_in_a_folder_is_not_read(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (run / ".hydra").mkdir()
+    os.mkfifo(run / name)
+
+    def answer_whoever_reads() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            (run / name).write_text(json.dumps({"seconds": 71, "plan": "x", "train": {"seed": 1}}))
+
+    threading.Thread(target=answer_whoever_reads, daemon=True).start()
+    contents = read(run)
+    assert contents["summary"] == {} and contents["about"]["plan"] == "" and contents["about"]["config"] == []

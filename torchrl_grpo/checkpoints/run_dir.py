@@ -21,7 +21,7 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.public import public_overrides
 from torchrl_grpo.errors import CheckpointError, ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
-from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
+from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular, read_small
 from torchrl_grpo.runtime.invocation import program
 
 MANIFEST = "manifest.json"
@@ -196,8 +196,8 @@ def public_command(run_dir: Path) -> str:
     """Return the command that started a run without what may be secret; empty without a record."""
     record = run_dir / ".hydra"
     try:
-        job = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]["job"]
-        words = public_overrides(yaml.safe_load(read_regular(record / "overrides.yaml")))
+        job = yaml.safe_load(read_small(record / "hydra.yaml"))["hydra"]["job"]
+        words = public_overrides(yaml.safe_load(read_small(record / "overrides.yaml")))
         return shlex.join([Path(job["name"]).name, f"--config-name={Path(job['config_name']).name}", *words])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return ""

@@ -20,10 +20,11 @@ from torchrl_grpo.config.public import public_entries, public_overrides
 from torchrl_grpo.config.schema import Config
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.rewards.registry import eval_reward_name
-from torchrl_grpo.runtime.files.shared_files import read_regular, replace
+from torchrl_grpo.runtime.files.shared_files import read_small, replace
 from torchrl_grpo.runtime.package_versions import versions
 
 RECORD = Path(".hydra/about.json")
+_ENTRIES: Mapping[str, type] = {"plan": str, "versions": dict, "machine": str, "started": str, "right": dict}
 
 
 def record(run_dir: Path, cfg: Config, plan: str) -> None:
@@ -54,20 +55,20 @@ def record(run_dir: Path, cfg: Config, plan: str) -> None:
 def about(run_dir: Path) -> dict[str, Any]:
     """Return the entries of :func:`record`, ``command``, ``config`` and ``overrides``, without secrets.
 
-    What the folder does not have is empty.
+    What the folder does not have is empty. Links are not followed: the folder may be somebody else's, and the
+    page may be shared.
     """
     hydra = run_dir / ".hydra"
     overrides = _read(hydra / "overrides.yaml")
     words = [word for word in overrides if isinstance(word, str)] if isinstance(overrides, list) else []
     config = _read(hydra / "config.yaml")
+    recorded = _as_mapping(jsonable(_read(run_dir / RECORD, json.loads)))
     return {
-        "plan": "",
-        "versions": {},
-        "machine": "",
-        "started": "",
-        "right": {},
-        **jsonable(_as_mapping(_read(run_dir / RECORD, json.loads))),
-        "command": public_command(run_dir),
+        **{
+            name: recorded[name] if isinstance(recorded.get(name), kind) else kind()
+            for name, kind in _ENTRIES.items()
+        },
+        "command": "" if hydra.is_symlink() else public_command(run_dir),
         "overrides": public_overrides(words),
         "config": _settings(_as_mapping(config), words),
     }
@@ -104,8 +105,10 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]
 
 
 def _read(path: Path, parse: Callable[[bytes], Any] = yaml.safe_load) -> Any:
+    if path.parent.is_symlink():
+        return None
     try:
-        return parse(read_regular(path))
+        return parse(read_small(path))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         # The folder may be a copy of the measurements alone.
         return None

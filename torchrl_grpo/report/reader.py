@@ -20,6 +20,7 @@ from torchrl_grpo.report.columns import Columns, number
 from torchrl_grpo.report.held_out import HeldOutHistory
 from torchrl_grpo.report.lines import GrowingFile, LinesRepeated
 from torchrl_grpo.report.texts import TextSample, shorten
+from torchrl_grpo.runtime.files.shared_files import read_small
 
 _MOST_ROLLOUTS = 1_000_000
 _CHARACTERS = 24_000_000
@@ -134,7 +135,7 @@ class RunReader:
         return {
             "name": self.run_dir.resolve().name,
             "about": about(self.run_dir),
-            "summary": _json_object(self.run_dir / SUMMARY),
+            "summary": _summary(self.run_dir / SUMMARY),
             "steps": self._steps,
             "metrics": self._metrics,
             "findings": [_finding(finding, holding) for finding in self._findings],
@@ -204,9 +205,11 @@ def _texts(entry: dict[str, Any]) -> list[str]:
     return [entry["prompt"], entry["response"], *messages, *entry.get("errors", {}).values(), *tokens]
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _summary(path: Path) -> dict[str, Any]:
+    """Return the entries that the page shows, and no other, as the file may lead to another one."""
     try:
-        return _mapping(jsonable(json.loads(path.read_text())))
+        entries = _mapping(json.loads(read_small(path)))
     except (OSError, ValueError, RecursionError):
         # The run has not ended, or the file is damaged.
         return {}
+    return {name: jsonable(number(entries[name])) for name in ("steps", "seconds") if name in entries}

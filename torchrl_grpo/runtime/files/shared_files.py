@@ -24,6 +24,8 @@ from typing import IO
 _LOCK = "lock"
 # Age in seconds below which a folder that has not been locked yet is left alone.
 _NEW_S = 60.0
+# Bytes of the largest file that read_small() reads.
+_SMALL = 4 * 2**20
 # A FIFO or a device must neither block nor become the terminal of this process.
 _CAREFUL = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -46,6 +48,19 @@ def read_regular(path: Path | str, *, own: bool = False) -> bytes:
     """Return the content of a file, see :func:`open_regular`."""
     with os.fdopen(open_regular(path, own=own), "rb") as file:
         return file.read()
+
+
+def read_small(path: Path) -> bytes:
+    """Return the content of a file in a folder that may be from somebody else, and may be made to deceive.
+
+    Raises:
+        OSError: it cannot be read, is a link or no regular file, or is too large.
+    """
+    with os.fdopen(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        content = file.read(_SMALL + 1)
+    if len(content) > _SMALL:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
 
 
 def replace(path: Path, content: str) -> None:
