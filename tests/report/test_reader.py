@@ -299,3 +299,27 @@ def test_a_pipe_in_a_folder_is_not_read(tmp_path: Path, name: str) -> None:
     threading.Thread(target=answer_whoever_reads, daemon=True).start()
     contents = read(run)
     assert contents["summary"] == {} and contents["about"]["plan"] == "" and contents["about"]["config"] == []
+
+
+def test_discarded_rollouts_do_not_displace_those_that_were_trained_on(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    text = "x" * 1000
+    trained = [rollout(step, step, response=text) for step in range(1, 61)]
+    discarded = [rollout(step, 100 + step, response=text, discarded="full") for step in range(1, 61)]
+    write_lines(tmp_path / "rollouts.jsonl", trained)
+    write_lines(tmp_path / "discarded.jsonl", discarded)
+    contents = read(tmp_path, characters=40_000)
+    columns = contents["rollouts"]
+    assert list(columns["step"]) == sorted([*range(1, 61), *range(1, 61)])
+    with_text = {
+        kind: [
+            step
+            for step, at, text in zip(*(columns[name] for name in ("step", "discarded", "text")), strict=True)
+            if at == kind and text >= 0
+        ]
+        for kind in (0, 1)
+    }
+    assert all(steps[0] == 1 and steps[-1] == 60 for steps in with_text.values())
+    columns = read(tmp_path, most_rollouts=40)["rollouts"]
+    kept = [sum(at == kind for at in columns["discarded"]) for kind in (0, 1)]
+    assert abs(kept[0] - kept[1]) <= 1

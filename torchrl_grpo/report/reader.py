@@ -5,6 +5,7 @@ Numbers of each rollout are kept, and texts of a sample (:mod:`torchrl_grpo.repo
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from array import array
@@ -74,9 +75,9 @@ class RunReader:
     def _read(self) -> None:
         for row in self._files[METRICS].new_lines():
             self._take_metrics(row)
-        for row in self._files[ROLLOUTS].new_lines():
-            self._take_rollout(row)
-        for row in self._files[DISCARDED].new_lines():
+        # By step, as the oldest rollouts give way, and the sample of texts is of rounds in order.
+        files = (self._files[ROLLOUTS].new_lines(), self._files[DISCARDED].new_lines())
+        for row in heapq.merge(*files, key=lambda row: row["step"]):
             self._take_rollout(row)
         for row in self._files[EVALUATIONS].new_lines():
             self._held_out.take(row)
