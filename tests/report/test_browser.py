@@ -241,3 +241,10 @@ def test_pictures_of_the_page(tmp_path: Path, opened: Opener) -> None:
             page.click(".row")
         page.screenshot(path=folder / f"report-{tab}.png")
         assert (folder / f"report-{tab}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_overview_shows_the_primary_held_out_value(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    both = {"eval/accuracy": 0.0, "eval/primary": 0.31}
+    write_lines(run / "metrics.jsonl", [{"step": 0, **both}, {"step": 2, "eval/primary": 0.73}])
+    assert "0.31 → 0.73" in texts(opened(run), ".fact")[0]

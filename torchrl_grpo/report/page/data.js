@@ -52,6 +52,11 @@ function digits(value, count = 4) {
   return text.includes(".") ? text.replace(/\.?0+(?=$|e)/, "") : text;
 }
 
+// The metric that the held-out value of a run is: the order of PRIMARY in observe/held_out.py.
+function heldOutName(run) {
+  return ["eval/primary", "eval/accuracy", "eval/loss"].find((name) => run.metrics[name]?.some((value) => !Number.isNaN(value)));
+}
+
 // The end of a prompt, where the question is, in one line.
 function question(prompt) {
   return prompt.replaceAll(/<\|[a-z_]+\|>|\s+/g, " ").trim().slice(-110);

@@ -16,7 +16,7 @@ class Overview {
     const at = (name) => { const values = run.metrics[name]; return values ? [...values].filter((value) => !Number.isNaN(value)) : []; };
     const facts = [];
     const fact = (label, value) => { if (value !== undefined && value !== null) facts.push(h("div", { className: "fact" }, h("b", {}, value), label)); };
-    const name = ["eval/accuracy", "eval/primary", "eval/loss"].find((each) => at(each).length);
+    const name = heldOutName(run);
     if (name) {
       const [values, low, high] = [at(name), at(`${name}_low`), at(`${name}_high`)];
       fact(`held-out ${name.slice(5)}${low.length ? `, ${digits(low.at(-1), 3)} to ${digits(high.at(-1), 3)}` : ""}`, values.length > 1 ? `${digits(values[0], 3)} → ${digits(values.at(-1), 3)}` : digits(values[0], 3));
