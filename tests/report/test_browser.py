@@ -248,3 +248,27 @@ def test_the_overview_shows_the_primary_held_out_value(tmp_path: Path, opened: O
     both = {"eval/accuracy": 0.0, "eval/primary": 0.31}
     write_lines(run / "metrics.jsonl", [{"step": 0, **both}, {"step": 2, "eval/primary": 0.73}])
     assert "0.31 → 0.73" in texts(opened(run), ".fact")[0]
+
+
+def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    write_lines(run / "metrics.jsonl", [{"step": 0, "eval/loss": 1.4}, {"step": 2, "eval/loss": 1.1}])
+    losses = [("worse", 0, 0.4), ("better", 0, 2.4), ("worse", 2, 2.0), ("better", 2, 0.2)]
+    rows = [
+        {"step": step, "id": id, "prompt": id, "response": "r", "grade": loss} for id, step, loss in losses
+    ]
+    write_lines(run / "evaluations.jsonl", rows)
+    page = opened(run)
+    page.click("#tab-problems")
+    held_out = page.locator(".history").first
+    assert held_out.locator(".filters button").all_inner_texts() == ["all: 2"]
+    marks = held_out.locator(".marks i").evaluate_all(
+        "all => all.map(i => getComputedStyle(i).backgroundColor)"
+    )
+    shades = [float(color.removesuffix(")").split(",")[-1]) for color in marks]
+    assert shades[0] > shades[1] and shades[2] < shades[3]
+    held_out.locator(".row").first.click()
+    assert held_out.locator(".card h3").all_inner_texts() == [
+        "Before, step 0, loss 0.4",
+        "After, step 2, loss 2",
+    ]

@@ -13,10 +13,12 @@ function stateOf(grades, threshold) {
 }
 
 class History {
-  // A problem has `label`, `grades` in order, `steps` of these, and `open()`, which shows its responses.
+  // A problem has `label`, `grades` in order, `steps` of these, and `open()`, which shows its responses. Without
+  // a threshold, grades are losses: a lower one is better, and none is a solution.
   constructor(title, note, problems, threshold) {
     this.problems = problems;
-    for (const problem of problems) problem.state = stateOf(problem.grades, threshold);
+    for (const problem of problems) problem.state = threshold === null ? "" : stateOf(problem.grades, threshold);
+    this.shadeOf = threshold === null ? (loss) => Math.exp(-loss) : (grade) => grade;
     this.matches = problems;
     this.marks = Math.min(40, problems.reduce((most, problem) => Math.max(most, problem.grades.length), 3));
     this.list = new VirtualList((at) => this.row(this.matches[at]));
@@ -38,7 +40,7 @@ class History {
     // At most 40 marks, evenly taken, the last included.
     const every = Math.max(1, Math.ceil(problem.grades.length / 40));
     const marks = problem.grades.map((grade, at) => [grade, problem.steps[at]]).filter((_, at) => (problem.grades.length - 1 - at) % every === 0);
-    const color = (grade) => `rgba(26,127,75,${Math.max(0.06, Math.min(1, grade))})`;
+    const color = (grade) => `rgba(26,127,75,${Math.max(0.06, Math.min(1, this.shadeOf(grade)))})`;
     return h("div", { className: "row", onclick: () => this.detail.replaceChildren(...problem.open()) },
       h("span", { style: { width: "110px" } }, problem.state), h("span", { style: { width: "130px" } }, `${digits(problem.grades[0], 2)} → ${digits(problem.grades.at(-1), 2)}`),
       h("span", { className: "marks", style: { width: `${12 * this.marks}px` } }, marks.map(([grade, step]) => h("i", { title: `step ${step}: ${digits(grade)}`, style: { background: color(grade) } }))),
@@ -66,7 +68,9 @@ class Problems {
     const { ids, steps, grades, lost } = this.run.held_out;
     const texts = this.run.texts.held_out;
     if (!ids.length) return null;
-    const side = (title, text) => h("div", { className: "card" }, h("h3", {}, `${title}, step ${text.step}, grade ${digits(text.grade)}`), h("div", { className: "text response", dir: "auto" }, text.response));
+    const isLoss = heldOutName(this.run) === "eval/loss";
+    const grade = isLoss ? "loss" : "grade";
+    const side = (title, text) => h("div", { className: "card" }, h("h3", {}, `${title}, step ${text.step}, ${grade} ${digits(text.grade)}`), h("div", { className: "text response", dir: "auto" }, text.response));
     const problems = ids.map((id, problem) => {
       const history = steps.map((step, at) => [step, grades[at * ids.length + problem]]).filter(([, grade]) => !Number.isNaN(grade));
       const text = texts[problem];
@@ -75,8 +79,8 @@ class Problems {
         open: () => [h("h3", {}, id), ...(text ? [h("pre", {}, text.prompt), h("div", { className: "cards" }, side("Before", text.first), side("After", text.last))] : [h("p", { className: "note" }, "The texts of this problem are not in the report.")])],
       };
     });
-    const note = `Grade of each held-out problem in ${steps.length} evaluations; a click shows the first and the newest response.${lost ? " Problems or texts beyond a bound are left out." : ""}`;
-    return new History("Held-out problems", note, problems, 1);
+    const note = `${isLoss ? "Loss" : "Grade"} of each held-out problem in ${steps.length} evaluations; a click shows the first and the newest response.${lost ? " Problems or texts beyond a bound are left out." : ""}`;
+    return new History("Held-out problems", note, problems, isLoss ? null : 1);
   }
 
   training() {
