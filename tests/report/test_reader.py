@@ -91,6 +91,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
             "reward": float("inf"),
             "advantage": True,
         },
+        {"step": 1, "truncated": [], "policy_version": {}, "prompt": 10**400},
     ],
 )
 def test_rows_of_unknown_shape_are_read_as_far_as_they_go(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -323,3 +324,32 @@ def test_discarded_rollouts_do_not_displace_those_that_were_trained_on(tmp_path:
     columns = read(tmp_path, most_rollouts=40)["rollouts"]
     kept = [sum(at == kind for at in columns["discarded"]) for kind in (0, 1)]
     assert abs(kept[0] - kept[1]) <= 1
+
+
+def test_steps_that_fall_in_a_file_are_damaged_lines(tmp_path: Path) -> None:
+    rows = [{"step": step, "reward/mean": 0.5} for step in (1, 2, 3)]
+    write_lines(tmp_path / "metrics.jsonl", rows * 2)
+    reader = RunReader(tmp_path)
+    for _ in range(2):
+        reader.update()
+        contents = reader.contents()
+        # Of the repeated lines, the last is not earlier than the one before.
+        assert list(contents["steps"]) == [1, 2, 3, 3] and contents["damaged"] == {"metrics.jsonl": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ("optimizer: {lr: 2020-01-01}", [["optimizer.lr", '"2020-01-01"']]),
+        ("model: {name: [{2020-01-01: x}]}", [["model.name", "[{}]"]]),
+        ("model: {name: &a [*a]}", []),
+        ("model: &a {name: *a}", []),
+    ],
+)
+def test_configurations_that_hydra_did_not_write_are_read_as_far_as_they_go(
+    tmp_path: Path, config: str, shown: list[list[str]]
+) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (run / ".hydra").mkdir()
+    (run / ".hydra/config.yaml").write_text(config)
+    assert [[entry["key"], entry["value"]] for entry in read(run)["about"]["config"]] == shown

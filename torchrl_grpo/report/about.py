@@ -10,6 +10,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,10 @@ def _settings(config: Mapping[str, Any], words: list[str]) -> list[dict[str, Any
 
 
 def _text(value: Any) -> str:
-    # YAML has the names of choices.
-    return json.dumps(value, default=lambda choice: choice.name)
+    # YAML has the names of choices, and dates.
+    return json.dumps(
+        value, default=lambda other: other.name if isinstance(other, Enum) else str(other), skipkeys=True
+    )
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -104,7 +107,20 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     return entries
 
 
-def _read(path: Path, parse: Callable[[bytes], Any] = yaml.safe_load) -> Any:
+class _Loader(yaml.SafeLoader):
+    """Loads no aliases, which Hydra does not write: as text, they may be huge or endless."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
+def _load_yaml(content: bytes) -> Any:
+    return yaml.load(content, _Loader)
+
+
+def _read(path: Path, parse: Callable[[bytes], Any] = _load_yaml) -> Any:
     if path.parent.is_symlink():
         return None
     try:

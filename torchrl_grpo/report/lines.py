@@ -34,8 +34,11 @@ class GrowingFile:
         """Whether lines that were read are gone, as after a resumption."""
         return self.path.exists() and self.path.stat().st_size < self._offset
 
-    def new_lines(self) -> Iterator[dict[str, Any]]:
+    def new_lines(self, skip_falls: bool = False) -> Iterator[dict[str, Any]]:
         """Return the complete lines since the last call.
+
+        Args:
+            skip_falls: whether a line of an earlier step than the one before is damaged.
 
         Raises:
             LinesRepeated: a step is earlier than the one before. The file was cut and has grown again.
@@ -59,7 +62,10 @@ class GrowingFile:
                     self.damaged += bool(line.strip())
                     continue
                 if self._step is not None and row["step"] < self._step:
-                    raise LinesRepeated
+                    if not skip_falls:
+                        raise LinesRepeated
+                    self.damaged += 1
+                    continue
                 self._step = row["step"]
                 yield row
 

@@ -69,17 +69,17 @@ class RunReader:
             self._read()
         except LinesRepeated:
             self._clear()
-            # A step may fall once more only in a file that is no run's.
-            self._read()
+            # A step that falls once more is in a file that no run wrote.
+            self._read(skip_falls=True)
 
-    def _read(self) -> None:
-        for row in self._files[METRICS].new_lines():
+    def _read(self, skip_falls: bool = False) -> None:
+        new = {name: file.new_lines(skip_falls) for name, file in self._files.items()}
+        for row in new[METRICS]:
             self._take_metrics(row)
         # By step, as the oldest rollouts give way, and the sample of texts is of rounds in order.
-        files = (self._files[ROLLOUTS].new_lines(), self._files[DISCARDED].new_lines())
-        for row in heapq.merge(*files, key=lambda row: row["step"]):
+        for row in heapq.merge(new[ROLLOUTS], new[DISCARDED], key=lambda row: row["step"]):
             self._take_rollout(row)
-        for row in self._files[EVALUATIONS].new_lines():
+        for row in new[EVALUATIONS]:
             self._held_out.take(row)
 
     def _take_metrics(self, row: dict[str, Any]) -> None:
@@ -165,7 +165,8 @@ def _finding(finding: Finding, holding: set[str]) -> dict[str, Any]:
 def _finish(row: dict[str, Any], errors: dict[str, Any]) -> int:
     if "environment" in errors:
         return FAILED
-    return {True: CUT_OFF, False: ENDED}.get(row.get("truncated"), UNKNOWN)  # type: ignore[arg-type]
+    truncated = row.get("truncated")
+    return (CUT_OFF if truncated else ENDED) if isinstance(truncated, bool) else UNKNOWN
 
 
 def _integer(value: Any) -> int:
