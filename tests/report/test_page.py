@@ -121,6 +121,19 @@ def test_a_mistake_ends_the_command_with_what_to_write(
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_the_command_names_the_file_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (run / "rollouts.jsonl").unlink()
+    (run / "rollouts.jsonl").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(run)])
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and "rollouts.jsonl cannot be read: is not a regular file; " in message
+    assert "report.html" not in message
+
+
 def test_a_report_that_cannot_be_written_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,8 +65,16 @@ def _write(run: Path) -> None:
     from torchrl_grpo.report.reader import RunReader
     from torchrl_grpo.report.write import write
 
+    reader = RunReader(run)
     try:
-        path = write(RunReader(run))
+        reader.update()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or run} cannot be read: {error.strerror or error}; let this user read it, or run "
+            "grpo-report on a copy of the folder without it"
+        ) from error
+    try:
+        path = write(reader)
     except OSError as error:
         raise ConfigError(
             f"{run / PAGE} cannot be written: {error.strerror or error}; make room or let this user "
