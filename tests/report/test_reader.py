@@ -353,3 +353,18 @@ def test_configurations_that_hydra_did_not_write_are_read_as_far_as_they_go(
     (run / ".hydra").mkdir()
     (run / ".hydra/config.yaml").write_text(config)
     assert [[entry["key"], entry["value"]] for entry in read(run)["about"]["config"]] == shown
+
+
+def test_command_and_configuration_are_those_of_the_last_resumption(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    # Neither the order of names nor that of times is the order of starts.
+    for number, name in [(10, "resume-10"), (2, "resume-2"), (0, ".")]:
+        record = tmp_path / ".hydra" / name
+        record.mkdir(parents=True, exist_ok=True)
+        job = {"hydra": {"job": {"name": "grpo.py", "config_name": "grpo_gsm8k"}}}
+        (record / "hydra.yaml").write_text(json.dumps(job))
+        (record / "overrides.yaml").write_text(json.dumps([f"train.seed={number}"]))
+        (record / "config.yaml").write_text(json.dumps({"train": {"seed": number}}))
+    about = read(tmp_path)["about"]
+    assert about["command"] == "grpo.py --config-name=grpo_gsm8k train.seed=10"
+    assert about["overrides"] == ["train.seed=10"] and about["config"][0]["value"] == "10"

@@ -192,9 +192,20 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     return folder
 
 
-def public_command(run_dir: Path) -> str:
-    """Return the command that started a run without what may be secret; empty without a record."""
+def newest_record(run_dir: Path) -> Path:
+    """Return the folder of Hydra's record of the last resumption of a run, or else of its first start."""
     record = run_dir / ".hydra"
+    numbers = [path.name.removeprefix(_RESUMED) for path in record.glob(f"{_RESUMED}*")]
+    resumptions = [int(number) for number in numbers if is_step(number)]
+    return record / f"{_RESUMED}{max(resumptions)}" if resumptions else record
+
+
+def public_command(record: Path) -> str:
+    """Return the command of a start of a run without what may be secret; empty without a record.
+
+    Args:
+        record: folder of Hydra's record of the start.
+    """
     try:
         job = yaml.safe_load(read_small(record / "hydra.yaml"))["hydra"]["job"]
         words = public_overrides(yaml.safe_load(read_small(record / "overrides.yaml")))
@@ -212,10 +223,7 @@ def launch_command(run_dir: Path, *more: str, resumed: bool = False) -> str:
         resumed: whether to take the command of the last resumption, if there was one. Its overrides may
             differ from those of the first start.
     """
-    record = run_dir / ".hydra"
-    numbers = [path.name.removeprefix(_RESUMED) for path in record.glob(f"{_RESUMED}*")]
-    if resumed and (resumptions := [int(number) for number in numbers if is_step(number)]):
-        record /= f"{_RESUMED}{max(resumptions)}"
+    record = newest_record(run_dir) if resumed else run_dir / ".hydra"
     try:
         hydra = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]
         command = [*program(hydra["job"]["name"]), f"--config-name={hydra['job']['config_name']}"]

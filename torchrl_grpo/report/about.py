@@ -1,6 +1,7 @@
 """What a report says of a run besides its measurements: command, configuration, plan of devices, versions.
 
-Plan and versions are those of the newest start, which :func:`record` writes into Hydra's record of the run.
+All are those of the newest start, such as the last resumption. :func:`record` writes plan and versions into
+Hydra's record of the run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from torchrl_grpo.checkpoints.run_dir import public_command
+from torchrl_grpo.checkpoints.run_dir import newest_record, public_command
 from torchrl_grpo.config.public import public_entries, public_overrides
 from torchrl_grpo.config.schema import Config
 from torchrl_grpo.observe.metrics import jsonable
@@ -59,17 +60,18 @@ def about(run_dir: Path) -> dict[str, Any]:
     What the folder does not have is empty. Links are not followed: the folder may be somebody else's, and the
     page may be shared.
     """
-    hydra = run_dir / ".hydra"
-    overrides = _read(hydra / "overrides.yaml")
+    hydra = newest_record(run_dir)
+    is_linked = hydra.is_symlink() or (run_dir / ".hydra").is_symlink()
+    overrides = None if is_linked else _read(hydra / "overrides.yaml")
     words = [word for word in overrides if isinstance(word, str)] if isinstance(overrides, list) else []
-    config = _read(hydra / "config.yaml")
-    recorded = _as_mapping(jsonable(_read(run_dir / RECORD, json.loads)))
+    config = None if is_linked else _read(hydra / "config.yaml")
+    recorded = {} if is_linked else _as_mapping(jsonable(_read(run_dir / RECORD, json.loads)))
     return {
         **{
             name: recorded[name] if isinstance(recorded.get(name), kind) else kind()
             for name, kind in _ENTRIES.items()
         },
-        "command": "" if hydra.is_symlink() else public_command(run_dir),
+        "command": "" if is_linked else public_command(hydra),
         "overrides": public_overrides(words),
         "config": _settings(_as_mapping(config), words),
     }
@@ -121,8 +123,6 @@ def _load_yaml(content: bytes) -> Any:
 
 
 def _read(path: Path, parse: Callable[[bytes], Any] = _load_yaml) -> Any:
-    if path.parent.is_symlink():
-        return None
     try:
         return parse(read_small(path))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):

@@ -414,7 +414,7 @@ class Session:
         rows = [row for row in lines if "eval/num_problems" in row]
         last = rows[-1] if rows else {"step": 0}
         training = model_card.Training(
-            command=public_command(run_dir),
+            command=public_command(run_dir / ".hydra"),
             step=self.counters.step,
             metrics={name: value for name, value in last.items() if name.startswith("eval/")},
             evaluated_at=last["step"],
