@@ -70,8 +70,8 @@ def _write(run: Path) -> None:
         reader.update()
     except OSError as error:
         raise ConfigError(
-            f"{error.filename or run} cannot be read: {error.strerror or error}; let this user read it, or run "
-            "grpo-report on a copy of the folder without it"
+            f"{error.filename or run} cannot be read: {error.strerror or error}; let this user read it, or "
+            "run grpo-report on a copy of the folder without it"
         ) from error
     try:
         path = write(reader)
