@@ -111,7 +111,7 @@ def _while_sampling(name: str) -> Callable[[Row, Past], float | None]:
 
 def _has_equal_weights(row: Row) -> bool:
     """Whether the trainer had the weights that sampled when the round came in: only rounding differs."""
-    return row.get("policy/version") == row["step"] - 1
+    return bool(row.get("policy/version") == row["step"] - 1)
 
 
 def _with_equal_weights(name: str) -> Callable[[Row, Past], float | None]:
