@@ -272,3 +272,25 @@ def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opene
         "Before, step 0, loss 0.4",
         "After, step 2, loss 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("address", "count", "text"),
+    [
+        ("#rollouts?text=%2541&of=part%3Agone&least=1", "0 of 16 rollouts", "%41"),
+        ("#rollouts?of=part%3Agone&least=1", "5 of 16 rollouts", ""),
+        ("#rollouts?text=response+3%", "0 of 16 rollouts", "response 3%"),
+        ("#constructor", None, None),
+    ],
+)
+def test_filters_in_an_address_are_taken_as_they_are(
+    tmp_path: Path, opened: Opener, address: str, count: str | None, text: str | None
+) -> None:
+    page = opened(write_run(tmp_path / "run", steps=1))
+    page.evaluate("address => { location.hash = address }", address)
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    if count is None:
+        assert page.locator("#tab-overview.on").count() == 1
+    else:
+        assert texts(page, "#count") == [count] and page.input_value("#filter-text") == text

@@ -70,7 +70,7 @@ function seconds(value) {
 // Tab and filters stand in the address, so that a link or a reload shows the same.
 const address = {
   read() {
-    const [tab, query] = decodeURI(location.hash.slice(1)).split("?");
+    const [tab, query] = location.hash.slice(1).split("?");
     return { tab: tab || "overview", filters: Object.fromEntries(new URLSearchParams(query || "")) };
   },
   write(tab, filters = {}) {

@@ -40,7 +40,7 @@ async function main() {
   }
 
   const { tab, filters } = address.read();
-  go(views[tab] ? tab : "overview", tab === "rollouts" ? filters : undefined);
+  go(Object.hasOwn(views, tab) ? tab : "overview", tab === "rollouts" ? filters : undefined);
   document.body.dataset.ready = "yes";
   if (data.watched) watch();
 }

@@ -46,6 +46,9 @@ class Rollouts {
 
   setFilters(filters) {
     for (const input of this.inputs.querySelectorAll("input, select")) input.value = filters[input.id.slice(7)] ?? (input.id === "filter-of" ? "reward" : "");
+    // A choice that this report does not have, as of a link to another one.
+    const of = this.inputs.querySelector("#filter-of");
+    of.value ||= "reward";
     this.fromInputs();
     if (this.matches.length && filters.from !== undefined) this.choose(this.matches[0]);
   }
