@@ -368,3 +368,18 @@ def test_command_and_configuration_are_those_of_the_last_resumption(tmp_path: Pa
     about = read(tmp_path)["about"]
     assert about["command"] == "grpo.py --config-name=grpo_gsm8k train.seed=10"
     assert about["overrides"] == ["train.seed=10"] and about["config"][0]["value"] == "10"
+
+
+def test_a_file_that_was_cut_and_has_grown_beyond_its_size_is_read_again(tmp_path: Path) -> None:
+    rows = [{"step": step, "reward/mean": 0.1} for step in range(1, 6)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    reader = RunReader(tmp_path)
+    reader.update()
+    # Steps 3 to 5 were repeated with other numbers, before the next look.
+    write_lines(
+        tmp_path / "metrics.jsonl", rows[:2] + [{"step": step, "reward/mean": 0.9} for step in range(3, 9)]
+    )
+    reader.update()
+    contents = reader.contents()
+    assert list(contents["steps"]) == list(range(1, 9))
+    assert list(contents["metrics"]["reward/mean"]) == [0.1] * 2 + [0.9] * 6

@@ -12,6 +12,8 @@ from torchrl_grpo.runtime.files.shared_files import open_regular
 
 # A longer line is damaged, and is never in memory as a whole.
 _LONGEST = 64 * 2**20
+# Bytes at the end of the last line by which a file that was cut and has grown again is found out.
+_REMEMBERED = 4096
 
 
 class GrowingFile:
@@ -28,11 +30,18 @@ class GrowingFile:
         self.path = path
         self.damaged = 0
         self._offset = 0
+        self._last = b""
         self._step: int | None = None
 
     def was_cut(self) -> bool:
-        """Whether lines that were read are gone, as after a resumption."""
-        return self.path.exists() and self.path.stat().st_size < self._offset
+        """Whether the last line that was read is gone or another one, as after a resumption."""
+        if not self.path.exists():
+            return False
+        with os.fdopen(open_regular(self.path), "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                return True
+            file.seek(self._offset - len(self._last))
+            return file.read(len(self._last)) != self._last
 
     def new_lines(self, skip_falls: bool = False) -> Iterator[dict[str, Any]]:
         """Return the complete lines since the last call.
@@ -54,9 +63,9 @@ class GrowingFile:
                         return
                     while line and not line.endswith(b"\n"):
                         line = file.readline(_LONGEST)
-                    line = b"\n"
+                    line = b""
                     self.damaged += 1
-                self._offset = file.tell()
+                self._offset, self._last = file.tell(), line[-_REMEMBERED:]
                 row = self._parse(line)
                 if row is None:
                     self.damaged += bool(line.strip())
