@@ -77,7 +77,7 @@ def test_adapters_are_measured_in_their_run_and_alone(train: Runner, config: Con
         (["empty", "eval.num_problem=3"], "error: eval.num_problem=3: there is no key"),
         (
             ["empty", "eval.num_problems=1,2"],
-            "error: eval.num_problems=1,2: this command has no sweeps; write a ",
+            "error: eval.num_problems=1,2: several values make a sweep, which this command does not",
         ),
     ],
 )

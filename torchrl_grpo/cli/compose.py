@@ -273,7 +273,10 @@ def _several_values(override: Override, has_sweeps: bool) -> ConfigError:
         value = line.split("=", 1)[1]
         return ConfigError(f"{line}: a list stands in square brackets; write {key}=[{value}] instead")
     if not has_sweeps:
-        return ConfigError(f"{line}: this command has no sweeps; write a single value of {key} instead")
+        return ConfigError(
+            f"{line}: several values make a sweep, which this command does not have; write a single value of "
+            f"{key} instead"
+        )
     return ConfigError(f"{line}: several values make a sweep; write --multirun {line} instead")
 
 
