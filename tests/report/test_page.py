@@ -153,6 +153,22 @@ def test_a_report_that_cannot_be_written_is_warned_of_once(
     assert (tmp_path / "run/report.html").read_text() == before
 
 
+def test_a_failed_upload_has_a_message_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    run = write_run(tmp_path / "run {x}", steps=1)
+    writer = ReportWriter(run, warnings.append)
+    monkeypatch.setattr(
+        write, "replace", lambda path, content: (_ for _ in ()).throw(OSError(28, "No space"))
+    )
+    writer.write()
+    for _ in range(2):
+        # There is nothing to upload to.
+        writer.upload(None)  # type: ignore[arg-type]
+    assert len(warnings) == 2 and "could not be written" in warnings[0]
+    upload = f"warning: {run}/report.html could not be uploaded (AttributeError: "
+    assert warnings[1].startswith(upload) and warnings[1].endswith("the file stays in its folder")
+
+
 def get(url: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes, str | None]:
     request = urllib.request.Request(url, method=method, headers={} if host is None else {"Host": host})
     try:

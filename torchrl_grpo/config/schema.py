@@ -322,8 +322,9 @@ class LoggingConfig:
     table_rows: Annotated[int, Range(ge=0)] = key(
         0,
         "Responses of each round that W&B and trackio show as a table, e.g. 16, in the order of "
-        "rollouts.jsonl; they then get report.html, too. 0 sends them no text. Of a prompt or a response "
-        "that is longer than 2000 characters, the first and the last 1000 are shown.",
+        "rollouts.jsonl. 0 sends them no text; any other number also sends them report.html, with the "
+        "texts of all rounds. Of a prompt or a response that is longer than 2000 characters, the table "
+        "shows the first and the last 1000.",
         only_with="logging.rollouts=true",
     )
     token_details: NonNegativeInt = key(

@@ -31,33 +31,39 @@ class ReportWriter:
 
     Args:
         run_dir: folder of the run.
-        warn: function that shows a message. It is called once, for the first failure.
+        warn: function that shows a message. It is called for the first failure to write, and to upload.
     """
+
+    _NOT_WRITTEN = (
+        "warning: {path} could not be written ({reason}); the run goes on, and "
+        "grpo-report {run} writes it later"
+    )
+    _NOT_UPLOADED = (
+        "warning: {path} could not be uploaded ({reason}); the run goes on, and the file stays in its folder"
+    )
 
     def __init__(self, run_dir: Path, warn: Callable[[str], object]) -> None:
         self._reader = RunReader(run_dir)
-        self._warn: Callable[[str], object] | None = warn
+        self._warn = warn
+        self._told: set[str] = set()
 
     def record(self, cfg: Config, plan: str) -> None:
         """Write what only the run itself knows, see :func:`torchrl_grpo.report.about.record`."""
-        self._try("written", lambda: about.record(self._reader.run_dir, cfg, plan))
+        self._try(self._NOT_WRITTEN, lambda: about.record(self._reader.run_dir, cfg, plan))
 
     def write(self) -> None:
         """Write the report of what the files say now."""
-        self._try("written", lambda: write(self._reader))
+        self._try(self._NOT_WRITTEN, lambda: write(self._reader))
 
     def upload(self, loggers: Loggers) -> None:
         """Hand the newest report to the loggers that keep files."""
-        self._try("uploaded", lambda: loggers.log_report(self._reader.run_dir / PAGE))
+        self._try(self._NOT_UPLOADED, lambda: loggers.log_report(self._reader.run_dir / PAGE))
 
-    def _try(self, what: str, action: Callable[[], object]) -> None:
+    def _try(self, failure: str, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # noqa: BLE001  # a defect of the report must not cost the run its training
-            if self._warn is not None:
-                path = self._reader.run_dir / PAGE
-                self._warn(
-                    f"warning: {path} could not be {what} ({type(error).__name__}: {error}); the run "
-                    f"goes on, and grpo-report {self._reader.run_dir} writes it later"
-                )
-                self._warn = None
+            if failure not in self._told:
+                self._told.add(failure)
+                run, reason = self._reader.run_dir, f"{type(error).__name__}: {error}"
+                self._warn(failure.format(path=run / PAGE, run=run, reason=reason))
