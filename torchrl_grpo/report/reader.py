@@ -132,7 +132,7 @@ class RunReader:
                 continue
             text_of[row - self._rollouts.dropped] = len(texts)
             texts.append({**entry, "prompt": prompts.setdefault(entry["prompt"], len(prompts))})
-        holding = {finding.rule.name for finding in self._guards.holding()}
+        holding = {finding.rule.name for finding in self._guards.holding(explained=True)}
         return {
             "name": self.run_dir.resolve().name,
             "about": about(self.run_dir),
