@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from torchrl_grpo.checkpoints.run_dir import newest_record
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.observe.guards import Finding, Guards
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, ROLLOUTS
@@ -133,16 +132,14 @@ def read_setting(folder: Path, notes: list[str]) -> Setting:
         folder: folder of the run.
         notes: list that is told if there is no record, or if it cannot be read.
     """
-    path = newest_record(folder) / "config.yaml"
-    if not path.exists():
-        # A copy of a run may lack the records of its resumptions.
-        path = folder / ".hydra/config.yaml"
-    try:
-        return Setting.of(yaml.safe_load(read_regular(path)))
-    except FileNotFoundError:
+    records = [*folder.glob(".hydra/config.yaml"), *folder.glob(".hydra/resume-*/config.yaml")]
+    for path in sorted(records, key=lambda path: path.stat().st_mtime_ns)[-1:]:
+        try:
+            return Setting.of(yaml.safe_load(read_regular(path)))
+        except (OSError, ValueError, OverflowError, yaml.YAMLError, RecursionError, KeyError, TypeError):
+            notes.append(f"{path.relative_to(folder)} cannot be read, so thresholds are the usual ones")
+    if not records:
         notes.append(".hydra/config.yaml is missing, so thresholds are the usual ones")
-    except (OSError, ValueError, OverflowError, yaml.YAMLError, RecursionError, KeyError, TypeError):
-        notes.append(f"{path.relative_to(folder)} cannot be read, so thresholds are the usual ones")
     return Setting()
 
 
