@@ -48,7 +48,7 @@ SCRIPTS = {"sync": False, "async": True}
 # Those of 61 GiB fit on no smaller GPU.
 HOPELESS = re.compile(r"7B-1x24-async|32B-1x|32B-8x[24]")
 LARGE = "train.max_tokens_per_microbatch=65536"
-SMALLER = ["train.max_tokens_per_microbatch=4096", "train_model.gradient_checkpointing=true"]
+SMALLER = ["train.max_tokens_per_microbatch=8192", "train_model.gradient_checkpointing=true"]
 SCHEMA = OmegaConf.structured(Config)
 
 

@@ -152,7 +152,7 @@ def test_two_keys_are_advised_where_no_single_one_is_enough(monkeypatch: pytest.
     words = f"{WORK['many']} inference_model.backend=transformers"
     for gib, said in (
         (15.0, "inference_model.max_model_len=1024"),
-        (8.0, "inference_model.max_model_len=512 train.max_tokens_per_microbatch=2048"),
+        (7.5, "inference_model.max_model_len=512 train.max_tokens_per_microbatch=2048"),
     ):
         with pytest.raises(ConfigError) as caught:
             planned(words, False, Hardware((gib,), 900.0, ((9, 0),)))

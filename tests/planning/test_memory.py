@@ -454,6 +454,26 @@ def test_masks_of_long_responses_take_memory_and_variable_lengths_none() -> None
     assert not memory.uses_varlen(cfg, one, gpu)
 
 
+@pytest.mark.parametrize("attention", ["varlen", "dense"])
+@pytest.mark.parametrize("size", ["135m", "0.5b"])
+def test_a_step_takes_what_an_h100_reserved(size: str, attention: str) -> None:
+    recorded = json.loads((ROOT / "benchmarks/gpu/h100.json").read_text())["training"]
+    (step,) = [
+        entry
+        for entry in recorded
+        if (entry["shape"], entry["attention"], entry["compiled"]) == (size, attention, False)
+    ]
+    shape = {"135m": _SMOLLM2, "0.5b": ModelShape(494_032_768, 151_936, 896, 24, 4864, 896, 128)}[size]
+    cfg = config(env__num_envs=8, env__repeats=8, inference_model__max_model_len=712)
+    cfg.inference_model.max_new_tokens, cfg.train_model.autocast = 512, Autocast.bf16
+    cfg.train.max_tokens_per_microbatch = step["micro_batch_tokens"]
+    cfg.train_model.prefix_attention = PrefixAttention("auto" if attention == "varlen" else attention)
+    plan = placement.plan(build_request(cfg, False), 1)
+    gpu = Hardware((79.18,), capabilities=((9, 0),))
+    total = row(memory.predict(cfg, plan, shape, gpu), "train", "optimize").total / GIB
+    assert step["reserved_gib"] == pytest.approx(total, rel=0.04)
+
+
 # Roles and phases
 
 
