@@ -27,6 +27,8 @@ from torchrl_grpo.training.optimizer_step import OptimizerStep
 _PRODUCT = 1e-2
 _NOISE = 1e-5
 _MIB = 2**20
+# What torch says about a wait. Turning its watch on warns too: that the watch is a prototype.
+_WAIT = "called a synchronizing CUDA operation"
 
 
 def step(model: Path) -> Figures:
@@ -94,9 +96,7 @@ def _waits(optimizer_step: OptimizerStep, batch: TensorDict) -> list[str]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     optimizer_step.backend.zero_grad()
-    return [
-        f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)
-    ]
+    return [f"{warning.filename}:{warning.lineno}" for warning in caught if _WAIT in str(warning.message)]
 
 
 def _parked(optimizer_step: OptimizerStep, batch: TensorDict) -> Figures:
