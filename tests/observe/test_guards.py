@@ -48,6 +48,7 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
         "mismatch/ratio_outside": 0.0,
         "optimizer/lr": 1e-5,
         "optimizer/grad_norm": 1.3,
+        "publish/update_kl": 1e-4,
     }
     renamed = {name.replace("__", "/"): value for name, value in changes.items()}
     return {name: value for name, value in {**healthy, **renamed}.items() if value is not None}
@@ -74,6 +75,7 @@ SIGNS: dict[str, dict[str, Any]] = {
     "mismatch": {"kl__sampling_policy": 0.02},
     "mismatch_grows": {"mismatch__kl_quarter_1": 0.004, "mismatch__kl_quarter_4": 0.02},
     "batch_sensitive": {"mismatch__ratio_outside": 0.3},
+    "large_update": {"publish__update_kl": 0.1},
 }
 BY_EVALUATION = {"reward_hacked": 0.9, "held_out_falls": 0.01}
 

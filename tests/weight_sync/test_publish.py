@@ -184,6 +184,17 @@ def test_answers_far_from_the_trainers_are_a_warning_where_the_weights_are_known
     assert len(said) == 1 and "0.3 nats on average" in said[0] and "bit for bit" in said[0]
 
 
+def test_how_far_an_update_moves_the_policy() -> None:
+    publisher = make_publisher()
+    publisher.verify_at_start(0)
+    before = publisher._trainer_log_probs().double()
+    assert publisher.publish(0)["publish/update_kl"] == 0.0
+    update(publisher.model, 1e-2)
+    after = publisher._trainer_log_probs().double()
+    moved = float((before.exp() * (before - after)).sum(1).mean())
+    assert publisher.publish(1)["publish/update_kl"] == pytest.approx(moved) and moved > 1e-6
+
+
 def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
     publisher = make_publisher(CannotBeRead)
     metrics = publisher.verify_at_start(0)

@@ -172,6 +172,19 @@ RULES = (
         source="by definition",
     ),
     Rule(
+        name="large_update",
+        reads=("publish/update_kl", "policy/ratio"),
+        number=_while_sampling("publish/update_kl"),
+        threshold=0.01,
+        window=1,
+        unit="step",
+        seen="one update moved the policy by {number:.2g} nats per token",
+        advice="it was too large for the model: start again with a lower optimizer.lr, or with "
+        "optimizer.warmup_steps",
+        source="measured in the first step of the quick start: 0.11 with optimizer.lr=1e-3 and 0.015 with "
+        "3e-4, which both end the model, and 0.0025 with 1e-4, which learns",
+    ),
+    Rule(
         name="collapse",
         reads=("reward/constant_groups", "reward/mean", "policy/entropy"),
         number=lambda row, past: past.lost,
@@ -183,6 +196,7 @@ RULES = (
         advice="an update was too large for the model: start again with a lower optimizer.lr, or with "
         "optimizer.warmup_steps",
         source="measured: 5.4 at optimizer.lr=1e-3 in the quick start, at most 2.0 in five runs at 1e-5",
+        explained_by=("large_update",),
     ),
     Rule(
         name="truncated",

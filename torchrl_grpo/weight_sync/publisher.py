@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 
 from torchrl_grpo.config.engines import DEFAULT_ENGINE, engine_kind, reference_engine
 from torchrl_grpo.errors import TrainingStopped
@@ -101,6 +102,8 @@ class WeightPublisher:
         self._bound_pending = self._bound_is_automatic
         # Mean difference of log-probabilities in the first verified result.
         self._first_published_diff = 0.0
+        # The trainer's log-probabilities at the latest publication.
+        self._published_log_probs: Tensor | None = None
         self._padded = pad_left(probe_prompts, pad_token_id)
         self._warn = warn
         self._warned = False
@@ -203,10 +206,11 @@ class WeightPublisher:
                 then.
 
         Returns:
-            Metrics of :meth:`verify_result`, each the largest over the results verified in this call. These
+            ``publish/update_kl``, the KL divergence of the policy of the publication before from this one, in
+            nats per token, over the token after each probe prompt. The first publication has none. Then the
+            metrics of :meth:`verify_result`, each the largest over the results verified in this call. These
             results may be about different versions of the weights. Results that
-            :meth:`verify_new_results` verified earlier are not included. The dictionary is empty if no result
-            arrived.
+            :meth:`verify_new_results` verified earlier are not included. There are none if no result arrived.
 
         Raises:
             TrainingStopped: an engine does not hold the weights it was given.
@@ -219,7 +223,13 @@ class WeightPublisher:
             delivery.wait()
         results = self.verify_new_results()
         self.engine.policy_version = version
-        return {name: max(result[name] for result in results) for name in (results[0] if results else ())}
+        before, after = self._published_log_probs, expected.trainer_log_probs.double()
+        self._published_log_probs = after
+        metrics = {name: max(result[name] for result in results) for name in (results[0] if results else ())}
+        if before is not None:
+            moved = kl_div(after, before, reduction="batchmean", log_target=True)
+            metrics["publish/update_kl"] = float(moved)
+        return metrics
 
     def verify_new_results(self) -> list[dict[str, float]]:
         """Verify every ``ProbeResult`` (checksums, cache count, log-probabilities) not verified before.
