@@ -445,7 +445,8 @@ def test_dry_run_says_how_long_a_run_in_epochs_is(
     words = ["env=jsonl", "env.data_path=sums.jsonl", "eval.num_problems=5", "train.optim_batch_size=8"]
     words += ["train.total_dialog_turns=null", "train.num_epochs=2", "dry_run=true"]
     assert call(*words, "env.num_envs=4") == 0
-    said = "length: 13 rounds of 4 problems x 8 samples, 52 optimizer steps, 2.08 times 25 problems\n"
+    said = "training: 25 problems, exact_match with weight 1\nheld out: 5 problems, graded by exact_match\n"
+    said += "length: 13 rounds of 4 problems x 8 samples, 52 optimizer steps, 2.08 times 25 problems\n"
     assert capsys.readouterr().out.endswith(said)
 
 

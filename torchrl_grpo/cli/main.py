@@ -336,7 +336,7 @@ class _CommandLine:
         loaded = rehearsal.load_problems(cfg)
         problems = None if loaded is None else len(loaded.train)
         if loaded is not None:
-            rehearsal.rehearse(cfg, loaded)
+            sys.stdout.write(rehearsal.rehearse(cfg, loaded))
         if cfg.train.num_epochs is not None and problems is not None:
             dropped = (
                 ", minus the prompts that are dropped for their length"

@@ -27,8 +27,11 @@ def load_problems(cfg: Config) -> data.Problems | None:
     return data.load(cfg) if local or cfg.train.num_epochs is not None else None
 
 
-def rehearse(cfg: Config, problems: data.Problems) -> None:
+def rehearse(cfg: Config, problems: data.Problems) -> str:
     """Refuse rewards, problems and a tokenizer that the run would refuse.
+
+    Returns:
+        Two lines: what the run would train on and with which rewards, and what would grade how many problems.
 
     Raises:
         UserError: as the run would.
@@ -37,9 +40,15 @@ def rehearse(cfg: Config, problems: data.Problems) -> None:
         closing(rewards.of_run(cfg, problems)) as reward_set,
         closing(rewards.grader_of_run(cfg, problems, reward_set)) as grader,
     ):
-        if (folder := model_folder(cfg.model)) is None:
-            return
-        _read(cfg, folder, problems, grader)
+        if (folder := model_folder(cfg.model)) is not None:
+            _read(cfg, folder, problems, grader)
+        weights = zip(reward_set.names, reward_set.weights, strict=True)
+        weighted = ", ".join(f"{name} with weight {weight:g}" for name, weight in weights)
+        return (
+            f"training: {len(problems.train):,} problems, "
+            f"{'their solutions' if cfg.train.method == 'sft' else weighted}\n"
+            f"held out: {len(problems.held_out):,} problems, graded by {grader.name}\n"
+        )
 
 
 def _read(cfg: Config, folder: Path, problems: data.Problems, grader: rewards.CountingGrader) -> None:
