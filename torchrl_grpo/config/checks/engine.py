@@ -34,7 +34,6 @@ SET_BY_KEY = {
     "seed": "seed",
     "dtype": "inference_model.dtype",
     "max_model_len": "inference_model.max_model_len",
-    "max_num_seqs": "env.num_envs",
     "enforce_eager": "inference_model.enforce_eager",
     "gpu_memory_utilization": "inference_model.gpu_memory_utilization",
     "kv_cache_memory_bytes": "inference_model.kv_cache_gib",
@@ -47,6 +46,7 @@ SET_BY_KEY = {
 }
 # Argument of vLLM with the same value in every run -> the value and the reason, for the error message.
 ALWAYS_SET = {
+    "max_num_seqs": "it follows from env.num_envs and env.repeats, the responses of a round",
     "enable_prefix_caching": "it is on, because the responses of a group share their prompt",
     "logprobs_mode": "it is processed_logprobs, because the numbers of what was sampled are trained on",
     "max_logprobs": "it is what the comparison after each publication needs",

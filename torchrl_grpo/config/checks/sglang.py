@@ -27,7 +27,6 @@ SET_BY_KEY = {
     "random_seed": "seed",
     "dtype": "inference_model.dtype",
     "context_length": "inference_model.max_model_len",
-    "max_running_requests": "env.num_envs",
     "mem_fraction_static": "inference_model.gpu_memory_utilization",
     "max_total_tokens": "inference_model.kv_cache_gib",
     "page_size": "inference_model.block_size",
@@ -41,6 +40,7 @@ SET_BY_KEY = {
 }
 # Argument of SGLang that is not the user's to choose -> its value, or the reason, for the error message.
 ALWAYS_SET = {
+    "max_running_requests": "it follows from env.num_envs and env.repeats, the responses of a round",
     "disable_radix_cache": "the cache is on, because the responses of a group share their prompt",
     "skip_tokenizer_init": "the engine takes and gives token ids in any case",
     "sampling_defaults": "it is openai, so that nothing but the run's own keys changes what is sampled from",
