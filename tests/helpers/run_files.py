@@ -104,6 +104,41 @@ def write_run(folder: Path, steps: int = 20, groups: int = 4, samples: int = 4) 
     return folder
 
 
+def write_evaluations(
+    folder: Path,
+    grades: Mapping[int, Mapping[str, float | list[float]]],
+    settings: Mapping[str, Any] | None = None,
+    right: Mapping[str, Any] | None = None,
+    metric: str = "eval/accuracy",
+    **more: Any,
+) -> Path:
+    """Write the files of a run of evaluations alone.
+
+    Args:
+        folder: folder of the run.
+        grades: grades of each problem, by step and problem.
+        settings: sections of the configuration; None writes no record of it.
+        right: what grades; the reward ``gsm8k`` by default.
+        metric: name of the held-out value.
+        more: further entries of each line.
+    """
+    write_lines(folder / "metrics.jsonl", [{"step": step, metric: 0.5} for step in grades])
+    rows = []
+    for step, problems in grades.items():
+        for id, values in problems.items():
+            for number, grade in enumerate(values if isinstance(values, list) else [values]):
+                text = {"prompt": f"prompt of {id}", "response": f"{folder.name} {id} {step} {number}"}
+                rows.append({"step": step, "id": id, **text, "grade": grade, **more})
+    write_lines(folder / "evaluations.jsonl", rows)
+    (folder / ".hydra").mkdir()
+    about = {"versions": {"torch": "2.13"}, "right": right or {"reward": "gsm8k", "threshold": 1.0}}
+    (folder / ".hydra/about.json").write_text(json.dumps(about))
+    if settings is not None:
+        # JSON is YAML.
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
+    return folder
+
+
 class Elements(HTMLParser):
     """Elements of a page, and the content of its scripts and styles."""
 

@@ -16,6 +16,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from run_files import HOSTILE, rollout, write_lines, write_run
 
+from torchrl_grpo.report.differences import compare, read_runs
+from torchrl_grpo.report.page_file import render
 from torchrl_grpo.report.reader import RunReader
 from torchrl_grpo.report.write import write
 
@@ -39,7 +41,7 @@ Opener = Callable[[Path], Page]
 
 @pytest.fixture
 def opened(browser: Browser) -> Iterator[Opener]:
-    """Opens the report of a run. No request may leave it, and nothing may be logged."""
+    """Opens the report of a run, or a page. No request may leave it, and nothing may be logged."""
     page = browser.new_page(viewport={"width": 1300, "height": 900})
     # Nothing is awaited for longer, on however slow a machine.
     page.set_default_timeout(60_000)
@@ -47,9 +49,8 @@ def opened(browser: Browser) -> Iterator[Opener]:
     page.on("console", lambda message: problems.append(message.text))
     page.on("pageerror", lambda error: problems.append(str(error)))
 
-    def open_report(run: Path) -> Page:
-        reader = RunReader(run)
-        address = write(reader).as_uri()
+    def open_report(path: Path) -> Page:
+        address = (path if path.suffix == ".html" else write(RunReader(path))).as_uri()
         page.on("request", lambda each: problems.append(each.url) if each.url != address else None)
         page.goto(address)
         page.wait_for_selector("body[data-ready]")
@@ -218,6 +219,60 @@ def test_without_the_drawing_library_the_rest_is_shown(
     assert "no-such-package is not installed" in texts(page, "#no-library")[0]
     page.click("#tab-rollouts")
     assert texts(page, "#count") == ["32 of 32 rollouts"]
+
+
+def test_a_page_of_two_runs_shows_what_differs(tmp_path: Path, opened: Opener) -> None:
+    runs = [write_run(tmp_path / name, steps=steps) for name, steps in (("a", 20), ("b", 10))]
+    rows = [json.loads(line) for line in (runs[1] / "evaluations.jsonl").read_text().splitlines()]
+    write_lines(
+        runs[1] / "evaluations.jsonl",
+        [{**row, "grade": 1 - row["grade"] if row["id"] == "never" else row["grade"]} for row in rows]
+        + [{**rows[-1], "id": HOSTILE, "prompt": HOSTILE, "response": HOSTILE}],
+    )
+    with (runs[0] / "evaluations.jsonl").open("a") as file:
+        file.write(json.dumps({**rows[-1], "step": 20, "id": HOSTILE, "prompt": HOSTILE, "grade": 0.0}))
+        file.write("\n")
+    for run, rate in zip(runs, (0.5, 0.25), strict=True):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(
+                json.dumps({"step": step, "reward/mean": 0.0, "reward/constant_groups": 1.0}) + "\n"
+                for step in range(21, 25)
+            )
+        (run / ".hydra").mkdir()
+        (run / ".hydra/config.yaml").write_text(json.dumps({"optimizer": {"lr": rate}, HOSTILE: rate}))
+    contents = read_runs(runs)
+    (tmp_path / "diff.html").write_text(render(contents, differences=compare(runs, contents)))
+    page = opened(tmp_path / "diff.html")
+    assert "optimizer.lr\t0.5\t0.25" in texts(page, "#settings")[0]
+    # The last step in common, and the last of each.
+    assert texts(page, "main h3")[:2] == ["Step 10, in both", "The last of each: step 20 of a, step 10 of b"]
+    assert "accuracy\t0.5\t0.75\t+0.25" in texts(page, "main table")[1]
+    history = page.locator(".history").last
+    buttons = history.locator(".filters button").all_inner_texts()
+    assert buttons == ["all: 2", "only b solves: 2"]
+    for row, shown in ((0, "never at step 20"), (1, "always at step 10")):
+        history.locator(".row").nth(row).click()
+        assert history.locator(".response").first.inner_text() == shown
+    responses = history.locator(".response").last.evaluate("element => element.textContent")
+    assert responses == HOSTILE.replace("\ud800", "?")
+    assert page.title() == "a and b" and page.locator("main script, main img, main iframe").count() == 0
+    page.click("#tab-curves")
+    assert steps_under(page, page.locator(".chart .u-over").first, 0.98) == {"24"}
+    series = texts(page, ".chart >> nth=0 >> .u-series .u-label")
+    assert {"a: reward/mean", "b: reward/mean"} <= {label.strip(": ") for label in series}
+    # A link names the run too.
+    page.select_option("#run", "1")
+    page.click("#tab-rollouts")
+    assert texts(page, "#count") == ["160 of 160 rollouts"]
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert texts(page, "#count") == ["160 of 160 rollouts"] and page.input_value("#run") == "1"
+    # Findings have the numbers of the curves, and lead to the rollouts of their run.
+    page.select_option("#run", "0")
+    page.click("#tab-overview")
+    assert [finding.split()[0] for finding in texts(page, ".finding b")] == ["1.", "2."]
+    page.locator(".finding button").last.click()
+    assert page.input_value("#run") == "1" and texts(page, "#count") == ["16 of 160 rollouts"]
 
 
 def test_of_a_long_list_only_the_visible_rows_are_elements(tmp_path: Path, opened: Opener) -> None:

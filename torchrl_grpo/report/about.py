@@ -19,7 +19,7 @@ import yaml
 
 from torchrl_grpo.checkpoints.run_dir import newest_record, public_command
 from torchrl_grpo.config.public import public_entries, public_overrides
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config.schema import Config, keys
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.runtime.files.shared_files import read_small, replace
@@ -60,21 +60,39 @@ def about(run_dir: Path) -> dict[str, Any]:
     What the folder does not have is empty. Links are not followed: the folder may be somebody else's, and the
     page may be shared.
     """
-    hydra = newest_record(run_dir)
-    is_linked = hydra.is_symlink() or (run_dir / ".hydra").is_symlink()
-    overrides = None if is_linked else _read(hydra / "overrides.yaml")
+    hydra = _record_of(run_dir)
+    overrides = None if hydra is None else _read(hydra / "overrides.yaml")
     words = [word for word in overrides if isinstance(word, str)] if isinstance(overrides, list) else []
-    config = None if is_linked else _read(hydra / "config.yaml")
-    recorded = {} if is_linked else _as_mapping(jsonable(_read(run_dir / RECORD, json.loads)))
+    recorded = {} if hydra is None else _as_mapping(jsonable(_read(run_dir / RECORD, json.loads)))
     return {
         **{
             name: recorded[name] if isinstance(recorded.get(name), kind) else kind()
             for name, kind in _ENTRIES.items()
         },
-        "command": "" if is_linked else public_command(hydra),
+        "command": "" if hydra is None else public_command(hydra),
         "overrides": public_overrides(words),
-        "config": _settings(_as_mapping(config), words),
+        "config": _settings(_config(hydra), words),
     }
+
+
+def all_settings(run_dir: Path) -> dict[str, str]:
+    """Return the text of each value of a run's configuration, also of those that may be secrets.
+
+    It is for comparing runs, and must not be shown. Mappings whose keys the user chooses are one value.
+    """
+    return {
+        key: _text(value)
+        for key, value in _flat(_config(_record_of(run_dir)), whole=frozenset(keys().free_form))
+    }
+
+
+def _record_of(run_dir: Path) -> Path | None:
+    hydra = newest_record(run_dir)
+    return None if hydra.is_symlink() or (run_dir / ".hydra").is_symlink() else hydra
+
+
+def _config(hydra: Path | None) -> dict[str, Any]:
+    return {} if hydra is None else _as_mapping(_read(hydra / "config.yaml"))
 
 
 def _settings(config: Mapping[str, Any], words: list[str]) -> list[dict[str, Any]]:
@@ -99,11 +117,13 @@ def _text(value: Any) -> str:
     )
 
 
-def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(
+    section: Mapping[str, Any], prefix: str = "", whole: frozenset[str] = frozenset()
+) -> list[tuple[str, Any]]:
     entries: list[tuple[str, Any]] = []
     for name, value in section.items():
-        if isinstance(value, Mapping) and value:
-            entries += _flat(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and value and f"{prefix}{name}" not in whole:
+            entries += _flat(value, f"{prefix}{name}.", whole)
         else:
             entries.append((f"{prefix}{name}", value))
     return entries

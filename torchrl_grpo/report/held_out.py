@@ -10,20 +10,22 @@ from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.report.columns import number
 from torchrl_grpo.report.texts import shorten
 
-# Characters of responses and prompts that are kept.
-_BUDGET = 8_000_000
-_MOST_PROBLEMS = 20_000
+MOST_PROBLEMS = 20_000
 
 
 class HeldOutHistory:
     """Grades by problem and evaluation.
 
+    Args:
+        budget: number of characters of responses and prompts to keep.
+
     Attributes:
         lost: whether a problem or a text was left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int) -> None:
         self.lost = False
+        self._budget = budget
         self._steps: list[int] = []
         self._problems: dict[str, int] = {}
         # For each evaluation: sum and number of the grades of each problem.
@@ -35,7 +37,7 @@ class HeldOutHistory:
     def take(self, row: dict[str, Any]) -> None:
         """Add a line of ``evaluations.jsonl``."""
         step, id = row["step"], str(row.get("id"))
-        if id not in self._problems and len(self._problems) >= _MOST_PROBLEMS:
+        if id not in self._problems and len(self._problems) >= MOST_PROBLEMS:
             self.lost = True
             return
         problem = self._problems.setdefault(id, len(self._problems))
@@ -60,14 +62,14 @@ class HeldOutHistory:
         texts = self._texts.get(problem)
         if texts is None:
             prompt = shorten(str(row.get("prompt", "")))
-            if self._size + len(prompt) + 2 * len(response) > _BUDGET:
+            if self._size + len(prompt) + 2 * len(response) > self._budget:
                 self.lost = True
                 return
             self._texts[problem] = {"id": id, "prompt": prompt, "first": text, "last": text}
             self._size += len(prompt) + 2 * len(response)
             return
         previous: str = texts["last"]["response"]
-        if self._size + len(response) - len(previous) > _BUDGET:
+        if self._size + len(response) - len(previous) > self._budget:
             self.lost = True
             return
         self._size += len(response) - len(previous)

@@ -30,18 +30,25 @@ _SCRIPTS = (
     "problems.js",
     "timeline.js",
     "overview.js",
+    "differences.js",
     "main.js",
 )
 # Of zlib. Higher levels take several times as long for a few percent.
 _LEVEL = 6
 
 
-def render(runs: Sequence[Mapping[str, Any]], *, watched: bool = False) -> str:
+def render(
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    watched: bool = False,
+    differences: Mapping[str, Any] | None = None,
+) -> str:
     """Return the page.
 
     Args:
         runs: what :meth:`~torchrl_grpo.report.reader.RunReader.contents` returns, for each run.
         watched: whether the page comes from a server of this machine, and loads itself anew with new data.
+        differences: what :func:`~torchrl_grpo.report.differences.compare` returns of several runs.
     """
     library = chart_library.load()
     scripts = [library.script, _own_code()]
@@ -51,6 +58,7 @@ def render(runs: Sequence[Mapping[str, Any]], *, watched: bool = False) -> str:
         "watched": watched,
         "missing": library.missing,
         "runs": [_packed(run) for run in runs],
+        "differences": None if differences is None else _deflate(_encoded(differences)),
     }
     # This is the only character by which text could end the element that it is in.
     payload = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -23,8 +23,9 @@ from torchrl_grpo.report.lines import GrowingFile, LinesRepeated
 from torchrl_grpo.report.texts import TextSample, shorten
 from torchrl_grpo.runtime.files.shared_files import read_small
 
-_MOST_ROLLOUTS = 1_000_000
-_CHARACTERS = 24_000_000
+MOST_ROLLOUTS = 1_000_000
+# Of responses to held-out problems, a third of it comes on top.
+CHARACTERS = 24_000_000
 # Metrics beyond these are left out.
 _MOST_METRICS = 500
 UNKNOWN, ENDED, CUT_OFF, FAILED = range(4)
@@ -36,11 +37,11 @@ class RunReader:
     Args:
         run_dir: folder of the run.
         most_rollouts: number of rollouts whose numbers are kept.
-        characters: number of characters of texts that are kept.
+        characters: number of characters of texts of rollouts that are kept.
     """
 
     def __init__(
-        self, run_dir: Path, most_rollouts: int = _MOST_ROLLOUTS, characters: int = _CHARACTERS
+        self, run_dir: Path, most_rollouts: int = MOST_ROLLOUTS, characters: int = CHARACTERS
     ) -> None:
         self.run_dir = run_dir
         self._limits = most_rollouts, characters
@@ -59,7 +60,7 @@ class RunReader:
         self._texts = TextSample(characters)
         self._problems: dict[int, int] = {}
         self._reasons = [""]
-        self._held_out = HeldOutHistory()
+        self._held_out = HeldOutHistory(characters // 3)
 
     def update(self) -> None:
         """Read what was added to the files. If they were cut, all is read again."""

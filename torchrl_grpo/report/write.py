@@ -14,14 +14,18 @@ from torchrl_grpo.report.reader import RunReader
 from torchrl_grpo.runtime.files.shared_files import replace
 
 
-def write(reader: RunReader) -> Path:
+def write(reader: RunReader, path: Path | None = None) -> Path:
     """Read what is new in a run's files, and write its report.
+
+    Args:
+        reader: reader of the run.
+        path: file to write; None for ``report.html`` in the folder of the run.
 
     Raises:
         OSError: a file cannot be read, or the report cannot be written.
     """
     reader.update()
-    path = reader.run_dir / PAGE
+    path = path or reader.run_dir / PAGE
     replace(path, render([reader.contents()]))
     return path
 

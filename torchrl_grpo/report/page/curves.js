@@ -46,6 +46,7 @@ class Curves {
     };
     const hint = "Drag to zoom all curves, double-click to see all again, click to open the rollouts of a step. Dashed lines are findings.";
     this.element.append(h("p", { className: "note" }, hint, " ", choice), grid);
+    if (this.data.runs.length > 1) this.element.prepend(h("p", { className: "note" }, `In a chart of one metric, colors are runs. Otherwise colors are metrics, and lines of ${this.data.runs[0].name} are solid.`));
     for (const panel of PANELS) {
       const test = panel.match instanceof RegExp ? (name) => panel.match.test(name) : panel.match;
       const present = names.filter(test);
@@ -61,17 +62,18 @@ class Curves {
     const columns = [steps];
     const series = [{ label: "step" }];
     const ribbons = [];
-    let color = 0;
     const add = (run, name, label, options) => {
       const values = new Array(steps.length).fill(null);
       run.metrics[name].forEach((value, index) => { if (!Number.isNaN(value)) values[at.get(run.steps[index])] = value; });
       columns.push(values);
       series.push({ label, spanGaps: true, value: (_, value) => digits(value), points: { size: 5 }, ...options });
     };
-    runs.forEach((run) => names.filter((name) => run.metrics[name]).forEach((name) => {
-      const stroke = COLORS[color++ % COLORS.length];
+    // Of several metrics, the color tells the metric and the dashes the run.
+    runs.forEach((run, number) => names.forEach((name, at) => {
+      if (!run.metrics[name]) return;
+      const stroke = COLORS[(names.length > 1 ? at : number) % COLORS.length];
       const label = runs.length > 1 ? `${run.name}: ${name}` : name;
-      add(run, name, label, { stroke, width: 2 });
+      add(run, name, label, { stroke, width: 2, dash: names.length > 1 && number ? [8 / number, 4] : [] });
       if (bands && run.metrics[`${name}_low`]) {
         add(run, `${name}_high`, `${label} high`, { stroke: `${stroke}60`, width: 1, points: { show: false } });
         add(run, `${name}_low`, `${label} low`, { stroke: `${stroke}60`, width: 1, points: { show: false } });

@@ -23,12 +23,15 @@ async function unpack(value) {
   return Object.fromEntries(entries);
 }
 
+const readJson = async (text) => JSON.parse(new TextDecoder().decode(await inflate(text)));
+
 async function readData() {
   const data = JSON.parse(document.getElementById("data").textContent);
   data.runs = await Promise.all(data.runs.map(async (run) => {
-    const texts = JSON.parse(new TextDecoder().decode(await inflate(run.texts)));
+    const texts = await readJson(run.texts);
     return { ...(await unpack({ ...run, texts: null })), texts };
   }));
+  if (data.differences) data.differences = await readJson(data.differences);
   return data;
 }
 
@@ -71,7 +74,7 @@ function seconds(value) {
 const address = {
   read() {
     const [tab, query] = location.hash.slice(1).split("?");
-    return { tab: tab || "overview", filters: Object.fromEntries(new URLSearchParams(query || "")) };
+    return { tab, filters: Object.fromEntries(new URLSearchParams(query || "")) };
   },
   write(tab, filters = {}) {
     const query = new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== "" && value !== null)).toString();

@@ -46,10 +46,12 @@ class Overview {
   }
 
   findings(run) {
+    // Curves of several runs have the findings of all.
+    const before = this.data.runs.slice(0, this.data.runs.indexOf(run)).reduce((sum, each) => sum + each.findings.length, 0);
     if (!run.findings.length) return [h("p", { className: "good" }, "No rule found anything wrong.")];
     return run.findings.map((finding, number) => h("div", { className: `finding ${finding.holds ? "" : "over"}` },
-      h("b", {}, `${number + 1}. ${finding.seen}`), ` (${finding.holds ? "" : "over; "}since step ${finding.since}) `,
-      h("button", { onclick: () => this.openStep(finding.since) }, "rollouts of that step"),
+      h("b", {}, `${before + number + 1}. ${finding.seen}`), ` (${finding.holds ? "" : "over; "}since step ${finding.since}) `,
+      h("button", { onclick: () => this.openStep(finding.since, run) }, "rollouts of that step"),
       h("div", {}, finding.advice), h("div", { className: "note" }, `Threshold: ${finding.source}.`)));
   }
 }

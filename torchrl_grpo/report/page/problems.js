@@ -12,18 +12,23 @@ function stateOf(grades, threshold) {
   return solved[solved.length - 1] ? "changing" : "forgotten";
 }
 
+const answer = (title, response) => h("div", { className: "card" }, h("h3", {}, title), h("div", { className: "text response", dir: "auto" }, response));
+
 class History {
   // A problem has `label`, `grades` in order, `steps` of these, and `open()`, which shows its responses. Without
-  // a threshold, grades are losses: a lower one is better, and none is a solution.
+  // a threshold, grades are losses: a lower one is better, and none is a solution. A problem may have a `state`.
   constructor(title, note, problems, threshold) {
     this.problems = problems;
-    for (const problem of problems) problem.state = threshold === null ? "" : stateOf(problem.grades, threshold);
+    for (const problem of problems) problem.state ??= threshold === null ? "" : stateOf(problem.grades, threshold);
     this.shadeOf = threshold === null ? (loss) => Math.exp(-loss) : (grade) => grade;
     this.matches = problems;
     this.marks = Math.min(40, problems.reduce((most, problem) => Math.max(most, problem.grades.length), 3));
     this.list = new VirtualList((at) => this.row(this.matches[at]));
+    this.list.element.style.height = `min(46vh, ${ROW * problems.length + 4}px)`;
     this.detail = h("div", { className: "detail" });
-    const counts = STATES.map((state) => [state, problems.filter((problem) => problem.state === state).length]).filter(([, count]) => count);
+    const states = [...new Set([...STATES, ...problems.map((problem) => problem.state)])].filter(Boolean);
+    this.width = `${Math.max(110, 7.5 * problems.reduce((most, problem) => Math.max(most, problem.state.length), 0))}px`;
+    const counts = states.map((state) => [state, problems.filter((problem) => problem.state === state).length]).filter(([, count]) => count);
     const buttons = [["all", problems.length], ...counts].map(([state, count]) => h("button", { dataset: { state }, onclick: () => this.filter(state) }, `${state}: ${digits(count)}`));
     this.buttons = buttons;
     this.element = h("section", { className: "history" }, h("h2", {}, title), h("p", { className: "note" }, note), h("div", { className: "filters" }, buttons), this.list.element, this.detail);
@@ -42,7 +47,7 @@ class History {
     const marks = problem.grades.map((grade, at) => [grade, problem.steps[at]]).filter((_, at) => (problem.grades.length - 1 - at) % every === 0);
     const color = (grade) => `rgba(26,127,75,${Math.max(0.06, Math.min(1, this.shadeOf(grade)))})`;
     return h("div", { className: "row", onclick: () => this.detail.replaceChildren(...problem.open()) },
-      h("span", { style: { width: "110px" } }, problem.state), h("span", { style: { width: "130px" } }, `${digits(problem.grades[0], 2)} → ${digits(problem.grades.at(-1), 2)}`),
+      h("span", { style: { width: this.width } }, problem.state), h("span", { style: { width: "130px" } }, `${digits(problem.grades[0], 2)} → ${digits(problem.grades.at(-1), 2)}`),
       h("span", { className: "marks", style: { width: `${12 * this.marks}px` } }, marks.map(([grade, step]) => h("i", { title: `step ${step}: ${digits(grade)}`, style: { background: color(grade) } }))),
       h("span", { className: "wide" }, problem.label));
   }
@@ -70,7 +75,7 @@ class Problems {
     if (!ids.length) return null;
     const isLoss = heldOutName(this.run) === "eval/loss";
     const grade = isLoss ? "loss" : "grade";
-    const side = (title, text) => h("div", { className: "card" }, h("h3", {}, `${title}, step ${text.step}, ${grade} ${digits(text.grade)}`), h("div", { className: "text response", dir: "auto" }, text.response));
+    const side = (title, text) => answer(`${title}, step ${text.step}, ${grade} ${digits(text.grade)}`, text.response);
     const problems = ids.map((id, problem) => {
       const history = steps.map((step, at) => [step, grades[at * ids.length + problem]]).filter(([, grade]) => !Number.isNaN(grade));
       const text = texts[problem];
