@@ -25,7 +25,16 @@ name, sys.argv[0] = sys.argv[1], f"/usr/bin/{sys.argv.pop(1)}"
 entry.load()()
 """
 
-COMMANDS = ("grpo", "grpo-sft", "grpo-serve", "grpo-eval", "grpo-chat", "grpo-report", "grpo-doctor")
+COMMANDS = (
+    "grpo",
+    "grpo-sft",
+    "grpo-serve",
+    "grpo-eval",
+    "grpo-chat",
+    "grpo-report",
+    "grpo-doctor",
+    "grpo-sweep",
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.checkpoints import run_dir
+from torchrl_grpo.cli import sweep
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.cli.endings import USER_ERROR_CODE, exit_codes, report
 from torchrl_grpo.cli.help import help_text, primary_configs
@@ -304,6 +305,10 @@ class _CommandLine:
         except (UserError, SystemExit):
             undo()
             raise
+        finally:
+            # Of a sweep that has failed in part, the other trials can be compared.
+            if self.sweep and self.run_folder is not None:
+                sweep.show_if_compared(self.run_folder)
 
     def _follow(self, configs: list[Config]) -> None:
         """Serve each job as a training rank other than rank 0, which alone writes the run's files."""
@@ -384,7 +389,7 @@ class _CommandLine:
             run_dir.check_free(key, folder)
             run_dir.check_kinds(folder)
             return [], lambda: None
-        created = run_dir.new_folder(folder)
+        self.run_folder = created = run_dir.new_folder(folder)
         return [f"{key}={quote(str(created))}"], lambda: run_dir.remove_if_unused(created)
 
     def _hydra(self, words: list[str]) -> None:

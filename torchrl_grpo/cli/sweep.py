@@ -1,0 +1,91 @@
+"""``grpo-sweep``: compare the settings of a sweep from the files of its trials."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrl_grpo.cli.arguments import Parser
+from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.observe.metrics import METRICS
+from torchrl_grpo.runtime.files.closed_output import quiet_end
+from torchrl_grpo.runtime.package_versions import VERSION
+from torchrl_grpo.runtime.printable import printable
+
+
+@quiet_end()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        argv: arguments; those of this process by default.
+
+    Raises:
+        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM.
+    """
+    with exit_codes():
+        args = _parser().parse_args(argv)
+        if not any(args.sweep.glob(f"*/{METRICS}")):
+            raise ConfigError(
+                f"SWEEP={args.sweep}: no folder in it has {METRICS}, so it is no folder of a sweep; write a "
+                "folder such as multirun/2026-01-31/10-30-00"
+            )
+        show(args.sweep, args.baseline)
+
+
+def show_if_compared(folder: Path) -> None:
+    """Do what :func:`show` does at the end of a sweep, if it has at least two trials.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    if len([*folder.glob(f"*/{METRICS}")]) > 1:
+        sys.stdout.write("\n")
+        show(folder)
+
+
+def show(folder: Path, baseline: str | None = None) -> None:
+    """Write ``sweep.json`` and ``sweep.html`` of a sweep, and print which setting won.
+
+    Args:
+        folder: folder of the sweep.
+        baseline: name of the setting that the others are compared with; None for the first.
+
+    Raises:
+        ConfigError: there is no such setting, or a file cannot be written.
+    """
+    from torchrl_grpo.sweep import results
+    from torchrl_grpo.sweep.trials import read_sweep
+
+    try:
+        entries = results.results(read_sweep(folder), baseline)
+        path = results.write(folder, entries)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or folder}: {error.strerror or error}; make room or let this user write "
+            "there, or run grpo-sweep on a copy of the folder"
+        ) from error
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in results.screen(entries).splitlines()))
+    sys.stdout.write(f"\nWritten to {path.resolve()}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="grpo-sweep",
+        allow_abbrev=False,
+        description="Compare the settings of a sweep: means over seeds, paired differences to the "
+        "baseline, and how many more seeds are needed. It may still be going on.",
+    )
+    parser.add_argument(
+        "sweep", metavar="SWEEP", type=Path, help="folder of a sweep, such as multirun/DATE/TIME"
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="SETTING",
+        help="setting to compare with, as the table names it (the first by default)",
+    )
+    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
+    return parser

@@ -1,0 +1,1 @@
+"""Sweeps: trials on free devices, and what their results say about the settings that were compared."""

@@ -1,0 +1,223 @@
+"""What a sweep has shown: means over seeds, differences to the baseline, and which can be told from 0.
+
+Settings are compared on the seeds that both have, and on the same held-out problems. The baseline is the
+first setting unless another is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.observe.metrics import jsonable
+from torchrl_grpo.runtime.files.shared_files import replace
+from torchrl_grpo.sweep import statistics
+from torchrl_grpo.sweep.trials import ENDED, STOPPED_EARLY, Trial, settings
+
+RESULTS = "sweep.json"
+BETTER, WORSE, OPEN = "better", "worse", "not distinguishable"
+
+
+def results(trials: Sequence[Trial], baseline: str | None = None) -> dict[str, Any]:
+    """Compare the settings of a sweep.
+
+    Args:
+        trials: its trials.
+        baseline: name of the setting that the others are compared with; None for the first.
+
+    Returns:
+        The content of ``sweep.json``.
+
+    Raises:
+        ConfigError: there is no such setting.
+    """
+    groups = settings(trials)
+    if baseline is not None and baseline not in groups:
+        raise ConfigError(
+            f"--baseline={baseline}: there is no such setting; write one of {', '.join(groups)} instead"
+        )
+    first = next(iter(groups), None) if baseline is None else baseline
+    entries = [_setting(name, group) for name, group in groups.items()]
+    others = [entry for entry in entries if entry["name"] != first and entry["mean"] is not None]
+    # Of several comparisons, one would otherwise be a false finding more often than once in 20 sweeps.
+    strict = 1 - (1 - statistics.LEVEL) / max(1, len(others))
+    compared = [entry for entry in entries if entry["name"] == first and entry["mean"] is not None]
+    for entry in entries:
+        entry["difference"] = None
+        if compared and entry in others:
+            entry["difference"] = _difference(groups[entry["name"]], groups[compared[0]["name"]], strict)
+    ranked = sorted(others + compared, key=_mean)
+    return {
+        "metric": next((trial.metric for trial in trials if trial.metric), ""),
+        "level": statistics.LEVEL,
+        "baseline": first,
+        "comparisons": len(others),
+        "best": ranked[-1]["name"] if ranked else None,
+        "settings": entries,
+        "trials": [_trial(trial) for trial in trials],
+    }
+
+
+def write(folder: Path, entries: Mapping[str, Any]) -> Path:
+    """Write ``sweep.json``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = folder / RESULTS
+    replace(path, json.dumps(jsonable(entries), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def screen(entries: Mapping[str, Any]) -> str:
+    """Return what is shown of a sweep: a table of its settings, and which one won."""
+    rows = [
+        ("setting", "seeds", entries["metric"].removeprefix("eval/") or "held-out", "95 %", "difference", "")
+    ]
+    ranked = sorted(entries["settings"], key=lambda entry: -_mean(entry))
+    rows += [_row(entry, entries["baseline"]) for entry in ranked]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([*lines, "", *_verdict(entries)])
+
+
+def _setting(name: str, group: Sequence[Trial]) -> dict[str, Any]:
+    ended = _by_seed(group)
+    # Seeds that were stopped did badly, so the mean of the others says too much.
+    is_whole = not any(trial.state == STOPPED_EARLY for trial in group)
+    mean, bounds = _mean_of(_matrix([list(ended.values())])) if ended and is_whole else (None, None)
+    return {
+        "name": name,
+        "seeds": sorted(ended),
+        "values": {str(seed): trial.values[-1] for seed, trial in sorted(ended.items())},
+        "states": {state: sum(trial.state == state for trial in group) for state in {t.state for t in group}},
+        "mean": mean,
+        "interval": bounds,
+    }
+
+
+def _difference(group: Sequence[Trial], baseline: Sequence[Trial], strict: float) -> dict[str, Any] | None:
+    first, second = _by_seed(group), _by_seed(baseline)
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+    values = _matrix([[first[seed] for seed in seeds], [second[seed] for seed in seeds]])
+    mean, bounds = _mean_of(values)
+    entry: dict[str, Any] = {"mean": mean, "interval": bounds, "seeds": seeds, "problems": values.shape[1]}
+    if bounds is None:
+        # One seed shows nothing of how seeds differ.
+        return {**entry, "verdict": OPEN, "permutation_p": None, "more_seeds": None}
+    center, half = statistics.interval(values, strict)
+    is_open = abs(float(center)) <= float(half)
+    needed = statistics.seeds_needed(values) if is_open else None
+    return {
+        **entry,
+        "verdict": OPEN if is_open else BETTER if mean > 0 else WORSE,
+        "permutation_p": statistics.permutation_p(values),
+        "more_seeds": None if needed is None else max(1, needed - len(seeds)),
+    }
+
+
+def _by_seed(group: Sequence[Trial]) -> dict[int, Trial]:
+    return {trial.seed: trial for trial in group if trial.state == ENDED and trial.values}
+
+
+def _matrix(columns: Sequence[Sequence[Trial]]) -> statistics.Values:
+    """Return values ``[S, P]`` of a setting, or differences of two; P is 1 without grades of problems."""
+    trials = [trial for column in columns for trial in column]
+    problems = trials[0].grades.keys()
+    if problems and all(trial.grades.keys() == problems for trial in trials):
+        parts = [np.array([[trial.grades[id] for id in problems] for trial in column]) for column in columns]
+    else:
+        parts = [np.array([[trial.values[-1]] for trial in column]) for column in columns]
+    return np.asarray(parts[0] if len(parts) == 1 else parts[0] - parts[1], dtype=np.float64)
+
+
+def _mean_of(values: statistics.Values) -> tuple[float, list[float] | None]:
+    if len(values) < 2:
+        return float(values.mean()), None
+    mean, half = statistics.interval(values)
+    return float(mean), [float(mean - half), float(mean + half)]
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "name": trial.name,
+        "seed": trial.seed,
+        "state": trial.state,
+        "steps": trial.steps,
+        "values": trial.values,
+    }
+
+
+def _mean(entry: Mapping[str, Any]) -> float:
+    return float("-inf") if entry["mean"] is None else float(entry["mean"])
+
+
+def _row(entry: Mapping[str, Any], baseline: str | None) -> tuple[str, ...]:
+    states = [f"{count} {state}" for state, count in sorted(entry["states"].items()) if state != ENDED]
+    mean = "-" if entry["mean"] is None else f"{entry['mean']:.3f}"
+    difference = entry["difference"]
+    if entry["name"] == baseline:
+        words = "(baseline)"
+    elif difference is None:
+        words = "-"
+    else:
+        words = f"{difference['mean']:+.3f} {_between(difference['interval'])} {difference['verdict']}"
+    seeds = ", ".join([str(len(entry["seeds"])), *states])
+    return (
+        entry["name"],
+        seeds,
+        mean,
+        _between(entry["interval"]),
+        words.replace("  ", " "),
+        _advice(difference),
+    )
+
+
+def _between(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else f"{bounds[0]:.3f} to {bounds[1]:.3f}"
+
+
+def _advice(difference: Mapping[str, Any] | None) -> str:
+    if difference is None or difference["verdict"] != OPEN:
+        return ""
+    if difference["interval"] is None:
+        return "needs at least 2 seeds in common"
+    more = difference["more_seeds"]
+    return "no number of seeds would do" if more is None else f"about {more} more seeds"
+
+
+def _verdict(entries: Mapping[str, Any]) -> list[str]:
+    best, baseline = entries["best"], entries["baseline"]
+    if best is None:
+        return ["No trial has ended with a held-out value, so nothing can be compared."]
+    differences = {entry["name"]: entry["difference"] for entry in entries["settings"]}
+    if best == baseline:
+        verdicts = [each["verdict"] for each in differences.values() if each is not None]
+        worse = verdicts.count(WORSE)
+        lines = [
+            f"Best: {best}, the baseline. {worse} of the others are distinguishably worse, "
+            f"{len(verdicts) - worse} are not."
+        ]
+    else:
+        verdict = differences[best]["verdict"] if differences[best] else OPEN
+        words = "is better than" if verdict == BETTER else "cannot be told from"
+        lines = [f"Best: {best}. It {words} the baseline, {baseline}."]
+    if entries["comparisons"] > 1:
+        lines.append(
+            f"A difference counts as better or worse if its interval at {_strict(entries):.1%} excludes 0, "
+            f"because {entries['comparisons']} are looked at."
+        )
+    return lines
+
+
+def _strict(entries: Mapping[str, Any]) -> float:
+    return 1 - (1 - float(entries["level"])) / max(1, int(entries["comparisons"]))

@@ -1,0 +1,152 @@
+"""Reads the trials of a sweep from their folders: setting, seed, held-out values and grades.
+
+A trial is an ordinary run. Only its files are read, so any launcher may have started it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_grpo.config.public import public_overrides
+from torchrl_grpo.observe.held_out import PRIMARY, held_out
+from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS
+from torchrl_grpo.observe.report import of_ended_run
+from torchrl_grpo.report.lines import GrowingFile
+from torchrl_grpo.runtime.files.shared_files import read_regular
+
+# Written into the folder of a trial that the sweep has ended early.
+STOPPED = "stopped_early.json"
+ENDED, STOPPED_EARLY, UNFINISHED = "ended", "stopped early", "unfinished"
+# Name of a setting that differs from no other.
+DEFAULTS = "(one setting)"
+# Keys that no setting differs in: the seed is an axis of its own, and the others say where and how to run.
+_NOT_COMPARED = ("seed", "resume", "sweep", "hydra", "logging", "dry_run")
+# Largest difference between a mean of grades and the metric that it is, for rounding.
+_ROUNDING = 1e-5
+
+
+@dataclass
+class Trial:
+    """A trial.
+
+    Attributes:
+        name: name of its folder.
+        overrides: its overrides by key, without the seed.
+        seed: its seed.
+        state: ``ended``, ``stopped early`` or ``unfinished``.
+        metric: name of the held-out metric; empty before the first evaluation.
+        steps: steps of the evaluations.
+        values: held-out value of each; larger is better.
+        bounds: 95 % interval of each over problems.
+        grades: mean grade of each held-out problem in the last evaluation; empty if they are not recorded.
+    """
+
+    name: str
+    overrides: dict[str, str]
+    seed: int
+    state: str = UNFINISHED
+    metric: str = ""
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    bounds: list[tuple[float, float]] = field(default_factory=list)
+    grades: dict[str, float] = field(default_factory=dict)
+
+
+def read_sweep(folder: Path) -> list[Trial]:
+    """Read the trials of a sweep, in the order of their numbers.
+
+    Args:
+        folder: folder of the sweep.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    folders = [path.parent for path in folder.glob(f"*/{METRICS}")]
+    return [read_trial(path) for path in sorted(folders, key=lambda path: (len(path.name), path.name))]
+
+
+def read_trial(folder: Path, *, with_grades: bool = True) -> Trial:
+    """Read a trial.
+
+    Args:
+        folder: folder of the run.
+        with_grades: whether to read the grades of the problems too.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    words = _yaml(folder / ".hydra/overrides.yaml")
+    config = _yaml(folder / ".hydra/config.yaml")
+    texts = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    pairs = (word.lstrip("+").partition("=") for word in texts)
+    overrides = {key: value for key, _, value in pairs if key.split(".")[0] not in _NOT_COMPARED}
+    seed = config.get("seed") if isinstance(config, dict) else None
+    trial = Trial(folder.name, overrides, seed if type(seed) is int else 0)
+    last_step = -1
+    for row in GrowingFile(folder / METRICS).new_lines():
+        last_step = row["step"]
+        if (result := held_out(row)) is not None:
+            trial.metric = next(name for name in PRIMARY if row.get(name) is not None)
+            trial.steps.append(row["step"])
+            trial.values.append(result.value)
+            trial.bounds.append((result.low, result.high))
+    if of_ended_run(folder, last_step) is not None:
+        trial.state = ENDED
+    elif (folder / STOPPED).is_file():
+        trial.state = STOPPED_EARLY
+    if trial.steps and with_grades:
+        trial.grades = _grades(folder / EVALUATIONS, trial.steps[-1], trial.values[-1])
+    return trial
+
+
+def settings(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
+    """Group trials by their setting, in the order of the first trial of each.
+
+    A setting is named by the overrides that are not the same in all trials. Of values that may be secret, the
+    name has a number.
+    """
+    columns: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for trial in trials for key in trial.overrides):
+        values = [trial.overrides.get(key) for trial in trials]
+        if len(set(values)) > 1:
+            columns[key] = [_named(key, value, values) for value in values]
+    groups: dict[str, list[Trial]] = {}
+    for number, trial in enumerate(trials):
+        words = [words[number] for words in columns.values() if words[number]]
+        groups.setdefault(" ".join(words) or DEFAULTS, []).append(trial)
+    return groups
+
+
+def _named(key: str, value: str | None, values: Sequence[str | None]) -> str:
+    if value is None:
+        return ""
+    word = f"{key}={value}"
+    return word if public_overrides([word]) else f"{key}=(value {list(dict.fromkeys(values)).index(value)})"
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(read_regular(path))
+    except (FileNotFoundError, ValueError, yaml.YAMLError, RecursionError):
+        # The folder may be a copy of the measurements alone.
+        return None
+
+
+def _grades(path: Path, step: int, value: float) -> dict[str, float]:
+    """Return the mean grade of each problem at a step; empty if their mean is not the held-out value.
+
+    That of a loss counts problems by their tokens.
+    """
+    grades: dict[str, list[float]] = {}
+    for row in GrowingFile(path).new_lines():
+        if row["step"] == step and isinstance(row.get("grade"), int | float):
+            grades.setdefault(json.dumps(row.get("id")), []).append(float(row["grade"]))
+    means = {id: sum(values) / len(values) for id, values in grades.items()}
+    is_value = bool(means) and abs(sum(means.values()) / len(means) - value) < _ROUNDING
+    return means if is_value else {}
