@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from run_files import HOSTILE, rollout, write_lines, write_run
+from sweep_files import write_sweep
 
+from torchrl_grpo.cli.sweep import main as grpo_sweep
 from torchrl_grpo.report.differences import compare, read_runs
 from torchrl_grpo.report.page_file import render
 from torchrl_grpo.report.reader import RunReader
@@ -273,6 +275,23 @@ def test_a_page_of_two_runs_shows_what_differs(tmp_path: Path, opened: Opener) -
     assert [finding.split()[0] for finding in texts(page, ".finding b")] == ["1.", "2."]
     page.locator(".finding button").last.click()
     assert page.input_value("#run") == "1" and texts(page, "#count") == ["16 of 160 rollouts"]
+
+
+def test_the_comparison_of_a_sweep_has_a_table_and_curves(tmp_path: Path, browser: Browser) -> None:
+    write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7})
+    grpo_sweep([str(tmp_path)])
+    page = browser.new_page()
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto((tmp_path / "sweep.html").as_uri())
+    page.wait_for_selector("body[data-ready]")
+    best = texts(page, "#settings tr")[1]
+    assert "optimizer.lr=2" in best and "better" in best and len(texts(page, "#trials tr")) == 7
+    assert page.locator(".chart canvas").count() == 1
+    assert any("optimizer.lr=1: eval/accuracy" in text for text in texts(page, ".u-legend"))
+    page.close()
+    assert problems == []
 
 
 def test_of_a_long_list_only_the_visible_rows_are_elements(tmp_path: Path, opened: Opener) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_files import HOSTILE, Elements, payload
 from sweep_files import write_sweep, write_trial
 
 from torchrl_grpo.cli.sweep import main
@@ -93,6 +94,27 @@ def test_the_command_writes_and_shows(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Best: optimizer.lr=2" in shown and "sweep.json" in shown
     entries = json.loads((tmp_path / "sweep.json").read_text())
     assert entries["best"] == "optimizer.lr=2" and len(entries["trials"]) == 6
+
+
+def test_the_page_has_the_table_and_the_means_of_the_seeds(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7})
+    main([str(tmp_path)])
+    page = (tmp_path / "sweep.html").read_text()
+    sweep = payload(page)["sweep"]
+    assert sweep["table"][1][0] == "optimizer.lr=2" and "better" in sweep["table"][1][4]
+    for curve in sweep["curves"]:
+        low, mean, high = (curve["metrics"][f"eval/accuracy{end}"] for end in ("_low", "", "_high"))
+        assert curve["steps"] == [0, 10] and mean[0] == 0 and low[1] < mean[1] < high[1]
+    assert "connect-src 'none'" in page and "@@" not in page
+
+
+def test_names_of_settings_make_no_element(tmp_path: Path) -> None:
+    write_sweep(
+        tmp_path, {f"logging.experiment={HOSTILE}": 0.4, "env.task=</script><img src=x>": 0.7}, seeds=1
+    )
+    main([str(tmp_path)])
+    tags = [tag for tag, _ in Elements((tmp_path / "sweep.html").read_text()).tags]
+    assert tags.count("script") == 3 and "img" not in tags
 
 
 @pytest.mark.parametrize(

@@ -57,19 +57,21 @@ def show(folder: Path, baseline: str | None = None) -> None:
     Raises:
         ConfigError: there is no such setting, or a file cannot be written.
     """
-    from torchrl_grpo.sweep import results
+    from torchrl_grpo.sweep import page, results
     from torchrl_grpo.sweep.trials import read_sweep
 
     try:
-        entries = results.results(read_sweep(folder), baseline)
-        path = results.write(folder, entries)
+        trials = read_sweep(folder)
+        entries = results.results(trials, baseline)
+        results.write(folder, entries)
+        path = page.write(folder, trials, entries)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or folder}: {error.strerror or error}; make room or let this user write "
             "there, or run grpo-sweep on a copy of the folder"
         ) from error
     sys.stdout.write("".join(f"{printable(line)}\n" for line in results.screen(entries).splitlines()))
-    sys.stdout.write(f"\nWritten to {path.resolve()}\n")
+    sys.stdout.write(f"\nWritten to {path.resolve()} and {results.RESULTS}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -50,16 +50,26 @@ def render(
         watched: whether the page comes from a server of this machine, and loads itself anew with new data.
         differences: what :func:`~torchrl_grpo.report.differences.compare` returns of several runs.
     """
-    library = chart_library.load()
-    scripts = [library.script, _own_code()]
-    styles = [library.style, _page("page.css")]
-    data = {
-        "version": VERSION,
-        "watched": watched,
-        "missing": library.missing,
+    content = {
         "runs": [_packed(run) for run in runs],
         "differences": None if differences is None else _deflate(_encoded(differences)),
     }
+    return fill("page.html", _SCRIPTS, content, watched=watched)
+
+
+def fill(page: str, parts: Sequence[str], content: Mapping[str, Any], *, watched: bool = False) -> str:
+    """Return a page with its code, its drawing library and its data.
+
+    Args:
+        page: name of the page among the files of ``page/``.
+        parts: names of the files of its code.
+        content: its data as JSON.
+        watched: see :func:`render`.
+    """
+    library = chart_library.load()
+    scripts = [library.script, _own_code(parts)]
+    styles = [library.style, _page("page.css")]
+    data = {"version": VERSION, "watched": watched, "missing": library.missing, **content}
     # This is the only character by which text could end the element that it is in.
     payload = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     policy = "; ".join(
@@ -81,7 +91,7 @@ def render(
         "SCRIPTS": "".join(f"<script>{script}</script>\n" for script in scripts),
     }
     # In one pass, so that nothing in a value is taken for a name.
-    return re.sub(r"@@([A-Z]+)@@", lambda match: values[match[1]], _page("page.html"))
+    return re.sub(r"@@([A-Z]+)@@", lambda match: values[match[1]], _page(page))
 
 
 def _sources(texts: Sequence[str]) -> str:
@@ -94,8 +104,8 @@ def _page(name: str) -> str:
     return files("torchrl_grpo.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
-def _own_code() -> str:
-    parts = "\n".join(_page(name) for name in _SCRIPTS)
+def _own_code(names: Sequence[str]) -> str:
+    parts = "\n".join(_page(name) for name in names)
     return f'"use strict";\n(() => {{\n{parts}\n}})();\n'
 
 

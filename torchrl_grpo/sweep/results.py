@@ -74,18 +74,20 @@ def write(folder: Path, entries: Mapping[str, Any]) -> Path:
     return path
 
 
+def table(entries: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of settings, the best first, below the names of the columns."""
+    metric = entries["metric"].removeprefix("eval/") or "held-out"
+    ranked = sorted(entries["settings"], key=lambda entry: -_mean(entry))
+    names = ("setting", "seeds", metric, "95 %", "difference", "")
+    return [names, *(_row(entry, entries["baseline"]) for entry in ranked)]
+
+
 def screen(entries: Mapping[str, Any]) -> str:
     """Return what is shown of a sweep: a table of its settings, and which one won."""
-    rows = [
-        ("setting", "seeds", entries["metric"].removeprefix("eval/") or "held-out", "95 %", "difference", "")
-    ]
-    ranked = sorted(entries["settings"], key=lambda entry: -_mean(entry))
-    rows += [_row(entry, entries["baseline"]) for entry in ranked]
+    rows = table(entries)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return "\n".join([*lines, "", *_verdict(entries)])
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join([*("  ".join(row).rstrip() for row in padded), "", *verdict(entries)])
 
 
 def _setting(name: str, group: Sequence[Trial]) -> dict[str, Any]:
@@ -195,7 +197,8 @@ def _advice(difference: Mapping[str, Any] | None) -> str:
     return "no number of seeds would do" if more is None else f"about {more} more seeds"
 
 
-def _verdict(entries: Mapping[str, Any]) -> list[str]:
+def verdict(entries: Mapping[str, Any]) -> list[str]:
+    """Return the sentences that say which setting won."""
     best, baseline = entries["best"], entries["baseline"]
     if best is None:
         return ["No trial has ended with a held-out value, so nothing can be compared."]
@@ -208,8 +211,8 @@ def _verdict(entries: Mapping[str, Any]) -> list[str]:
             f"{len(verdicts) - worse} are not."
         ]
     else:
-        verdict = differences[best]["verdict"] if differences[best] else OPEN
-        words = "is better than" if verdict == BETTER else "cannot be told from"
+        is_better = differences[best] is not None and differences[best]["verdict"] == BETTER
+        words = "is better than" if is_better else "cannot be told from"
         lines = [f"Best: {best}. It {words} the baseline, {baseline}."]
     if entries["comparisons"] > 1:
         lines.append(

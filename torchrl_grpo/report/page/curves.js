@@ -26,6 +26,8 @@ const PANELS = [
 class Curves {
   constructor(data, openStep) {
     Object.assign(this, { data, openStep, charts: [] });
+    this.hint = "Drag to zoom all curves, double-click to see all again, click to open the rollouts of a step. Dashed lines are findings.";
+    this.note = data.runs.length > 1 ? `In a chart of one metric, colors are runs. Otherwise colors are metrics, and lines of ${data.runs[0].name} are solid.` : "";
     this.findings = data.runs.flatMap((run) => run.findings);
     this.element = h("section", {});
   }
@@ -44,9 +46,8 @@ class Curves {
       this.addChart(grid, { title: choice.value }, [choice.value], true);
       choice.value = "";
     };
-    const hint = "Drag to zoom all curves, double-click to see all again, click to open the rollouts of a step. Dashed lines are findings.";
-    this.element.append(h("p", { className: "note" }, hint, " ", choice), grid);
-    if (this.data.runs.length > 1) this.element.prepend(h("p", { className: "note" }, `In a chart of one metric, colors are runs. Otherwise colors are metrics, and lines of ${this.data.runs[0].name} are solid.`));
+    this.element.append(h("p", { className: "note" }, this.hint, " ", choice), grid);
+    if (this.note) this.element.prepend(h("p", { className: "note" }, this.note));
     for (const panel of PANELS) {
       const test = panel.match instanceof RegExp ? (name) => panel.match.test(name) : panel.match;
       const present = names.filter(test);
