@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.workers.overlap import random_model
 from benchmarks.workload import Workload
-from torchrl_grpo.rollout.workers.ray_pool import temporary_env
+from torchrl_grpo.runtime import own_variables
 from torchrl_grpo.tools.processes import check, newest_step, started
 
 _MIB = 2**20
@@ -36,7 +36,7 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     argv = _argv(work, model, questions, steps)
     # Always on the CPU, because two workers and a trainer would need three GPUs.
     with (
-        temporary_env({"CUDA_VISIBLE_DEVICES": ""}),
+        own_variables.temporary({"CUDA_VISIBLE_DEVICES": ""}),
         started(folder / "run", argv, "grpo-async.py") as process,
     ):
         trainer = psutil.Process(process.pid)

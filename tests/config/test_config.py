@@ -34,7 +34,7 @@ YAMLS = sorted(path for path in CONFIG.rglob("*.yaml") if path.parent.name != "a
 PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart", "grpo_quickstart_lora"]
 # Rooms that show keys and check them. Of their modules only two act on keys.
 NOT_READERS = {"cli", "config"}
-READERS = {"cli/main.py", "config/derived.py", "config/mixture.py"}
+READERS = {"cli/main.py", "cli/multirun.py", "config/derived.py", "config/mixture.py"}
 
 
 def composed(*words: str, name: str = "grpo_gsm8k") -> Config:

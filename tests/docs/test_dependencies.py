@@ -27,6 +27,8 @@ NOT_IMPORTED = {
     "tensorboard": "torch.utils.tensorboard imports it",
     "ipykernel": "runs the notebooks",
     "pytest-timeout": "pytest loads it",
+    "hydra-joblib-launcher": "Hydra loads it",
+    "hydra-submitit-launcher": "Hydra loads it",
     "mkdocs-material": "mkdocs.yml names it",
     "mkdocstrings": "mkdocs.yml names it",
     "mkdocstrings-python": "mkdocstrings imports it",

@@ -23,7 +23,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 # What is no key although it begins like one: train.jsonl, model.safetensors.
-FILE_ENDS = (".jsonl", ".json", ".parquet", ".safetensors", ".pt", ".py", ".yaml")
+FILE_ENDS = (".jsonl", ".json", ".parquet", ".safetensors", ".pt", ".py", ".yaml", ".html")
 TOP_FOLDERS = (
     "torchrl_grpo/",
     "config/",

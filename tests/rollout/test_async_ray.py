@@ -28,6 +28,7 @@ from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.rollout.workers.ray_worker import WorkerSpec, pack, unpack
+from torchrl_grpo.runtime import own_variables
 from torchrl_grpo.runtime.interrupts import keep_termination_handler
 from torchrl_grpo.tools import soak
 from torchrl_grpo.tools.processes import has_checkpoint
@@ -148,7 +149,7 @@ def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = {freed: "10", prestart: "0"}
     assert ray_pool.cluster_env([]) == ours
     assert ray_pool.cluster_env([1]) == {**ours, "CUDA_VISIBLE_DEVICES": "7"}
-    with ray_pool.temporary_env(ray_pool.cluster_env([1, 0])):
+    with own_variables.temporary(ray_pool.cluster_env([1, 0])):
         assert os.environ[freed] == "10" and os.environ["CUDA_VISIBLE_DEVICES"] == "7,4"
     assert freed not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

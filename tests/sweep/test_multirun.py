@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,32 @@ def test_trials_that_ended_are_compared_if_another_failed(
 def test_a_sweep_of_runs_that_wrote_nothing_ends_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--multirun", "seed=0,1") == 0
     assert "Best" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+        ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"],
+    ],
+)
+def test_other_launchers_of_hydra(words: list[str], tmp_path: Path) -> None:
+    """They run each job in a thread or a process of their own."""
+    (tmp_path / "calls.py").write_text(
+        "import json, sys\n"
+        "from torchrl_grpo.cli import main\n\n"
+        "def run(cfg, run_dir):\n"
+        "    line = {'step': 1, 'eval/accuracy': cfg.optimizer.lr}\n"
+        "    (run_dir / 'metrics.jsonl').write_text(json.dumps(line) + '\\n')\n"
+        "    (run_dir / 'summary.json').write_text('{\"steps\": 1}')\n"
+        "    return {}\n\n"
+        "if __name__ == '__main__':\n"
+        "    main.check_installed = lambda cfg: None\n"
+        "    main.main(main.Command('calls:run'), sys.argv[1:])\n"
+    )
+    sweep = ["--multirun", "optimizer.lr=1e-1,1e-2", "hydra.sweep.dir=sweep", *words]
+    done = subprocess.run(
+        [sys.executable, "calls.py", *sweep], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Best: optimizer.lr=0.1" in done.stdout

@@ -28,6 +28,8 @@ MANIFEST = "manifest.json"
 LOCK = ".lock"
 # Value of ``resume`` that continues the run of ``hydra.run.dir``, or starts it.
 AUTO_OR_NEW = "auto_or_new"
+# End of the name of a folder whose run began again in another one.
+SET_ASIDE = ".set-aside"
 # Beginning of the name of the record of a resumption, before its number.
 _RESUMED = "resume-"
 # Hydra settings that a resumed run must not repeat: its folders, and those that this project's command line
@@ -119,9 +121,10 @@ def check_free(key: str, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise bad_value(key, folder, "it is a file and not a folder", f"{key}=<another folder>")
     if holds_run(folder):
+        continuing = "sweep.resume" if key == "hydra.sweep.dir" else "resume"
         raise ConfigError(
             f"{key}={folder}: it holds an earlier run, which is left as it is; "
-            f"write resume={folder} to continue it, or {key}=<another folder> instead"
+            f"write {continuing}={folder} to continue it, or {key}=<another folder> instead"
         )
 
 
@@ -157,7 +160,7 @@ def set_aside(folder: Path) -> None:
         check_free("hydra.run.dir", folder)
         return
     with claimed(folder):
-        target = new_folder(folder.with_name(f"{folder.name}.set-aside"))
+        target = new_folder(folder.with_name(f"{folder.name}{SET_ASIDE}"))
         folder.rename(target)
 
 

@@ -7,24 +7,26 @@ the same way. Any other exception is a bug in this project and keeps its traceba
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.checkpoints import run_dir
-from torchrl_grpo.cli import sweep
+from torchrl_grpo.cli import multirun, sweep
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.cli.endings import USER_ERROR_CODE, exit_codes, report
 from torchrl_grpo.cli.help import help_text, primary_configs
 from torchrl_grpo.config import Config, derived, parse
 from torchrl_grpo.config.checks import check_installed, schedule
+from torchrl_grpo.config.schema import SweepConfig
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, RanksApart, UserError
@@ -222,7 +224,7 @@ class _CommandLine:
                 f"write one of {known} instead"
             )
 
-    def _jobs(self) -> Iterator[Job]:
+    def _jobs(self) -> Generator[Job, None, None]:
         """Compose the jobs of the command line one by one; a job is valid until the next one is composed."""
         from torchrl_grpo.cli.compose import composer
 
@@ -270,7 +272,57 @@ class _CommandLine:
 
     def _train(self) -> None:
         rank_env.check()
-        self._divide_devices()
+        options = self._sweep_options()
+        trials = multirun.Trials.of(options)
+        if trials is None:
+            self._divide_devices()
+            job, configs = self._checked()
+        else:
+            with trials.devices_visible():
+                job, configs = self._checked()
+        # Computed in a dry run too, because it checks that the jobs of a sweep can run together.
+        ranks = launch.ranks_wanted(configs) if trials is None else 1
+        is_dry_run = any(cfg.dry_run for cfg in configs)
+        if rank_env.rank() > 0:
+            if not is_dry_run:
+                self._follow(configs)
+            return
+        if ranks > 1 and not rank_env.launched() and not is_dry_run:
+            raise SystemExit(launch.launch(self.words, ranks))
+        for line in launch.warnings():
+            sys.stderr.write(f"{line}\n")
+        if is_dry_run:
+            return
+        launcher: list[str] = []
+        if trials is not None:
+            flags = [f"--config-name={self.config_name}", f"--config-path={self.config_dir}"]
+            flags += [f"--config-dir={self.extra_dir}"] if self.extra_dir else []
+            launcher = [trials.launcher(flags, self._overrides())]
+        extra, undo = self._folder(job, configs, options)
+        name = Path(sys.argv[0]).stem or "grpo"
+        overrides = [f"hydra.job.name={quote(name)}", *self._overrides(), *extra, *launcher]
+        try:
+            self._hydra([*self._flags(), *overrides])
+        except (UserError, SystemExit):
+            undo()
+            raise
+        finally:
+            # Of a sweep that has failed in part, the other trials can be compared.
+            if self.sweep and self.run_folder is not None:
+                sweep.show_if_compared(self.run_folder)
+
+    def _sweep_options(self) -> SweepConfig:
+        """Return the options of the sweep, and replace them on the command line by what they stand for."""
+        if not self.sweep:
+            multirun.refuse_options(self.args.overrides)
+            return SweepConfig()
+        with contextlib.closing(self._jobs()) as jobs:
+            options = parse(next(jobs).node).sweep
+        self.args.overrides = multirun.without_options(self.args.overrides, options)
+        return options
+
+    def _checked(self) -> tuple[Job, list[Config]]:
+        """Check all jobs, or show the plans of a dry run; return the last job and all configurations."""
         configs: list[Config] = []
         for job in self._jobs():
             cfg = resolve_job(job.node, self.command.check)
@@ -284,31 +336,7 @@ class _CommandLine:
                     # needs no model.
                     shape.check_available(cfg.model)
             configs.append(cfg)
-        # Computed in a dry run too, because it checks that the jobs of a sweep can run together.
-        ranks = launch.ranks_wanted(configs)
-        is_dry_run = any(cfg.dry_run for cfg in configs)
-        if rank_env.rank() > 0:
-            if not is_dry_run:
-                self._follow(configs)
-            return
-        if ranks > 1 and not rank_env.launched() and not is_dry_run:
-            raise SystemExit(launch.launch(self.words, ranks))
-        for line in launch.warnings():
-            sys.stderr.write(f"{line}\n")
-        if is_dry_run:
-            return
-        extra, undo = self._folder(job, configs)
-        name = Path(sys.argv[0]).stem or "grpo"
-        overrides = [f"hydra.job.name={quote(name)}", *self._overrides(), *extra]
-        try:
-            self._hydra([*self._flags(), *overrides])
-        except (UserError, SystemExit):
-            undo()
-            raise
-        finally:
-            # Of a sweep that has failed in part, the other trials can be compared.
-            if self.sweep and self.run_folder is not None:
-                sweep.show_if_compared(self.run_folder)
+        return job, configs
 
     def _follow(self, configs: list[Config]) -> None:
         """Serve each job as a training rank other than rank 0, which alone writes the run's files."""
@@ -357,8 +385,9 @@ class _CommandLine:
             return None
         if self.sweep:
             raise ConfigError(
-                f"resume={cfg.resume}: a sweep cannot be resumed; "
-                "write resume=multirun/DATE/TIME/JOB without --multirun instead"
+                f"resume={cfg.resume}: a sweep cannot be resumed in this way; write "
+                "resume=multirun/DATE/TIME/JOB without --multirun instead, or, with sweep.devices, "
+                "sweep.resume=multirun/DATE/TIME"
             )
         chosen = job.run_dir if self._chosen("hydra.run.dir") else None
         self.run_folder = chosen or Path(cfg.resume)
@@ -369,7 +398,9 @@ class _CommandLine:
     def _chosen(self, key: str) -> bool:
         return any(word.lstrip("+").startswith(f"{key}=") for word in self.args.overrides)
 
-    def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
+    def _folder(
+        self, job: Job, configs: list[Config], options: SweepConfig
+    ) -> tuple[list[str], Callable[[], None]]:
         """Choose the run folder; return overrides that set it, and a function that undoes a failed start."""
         key = "hydra.sweep.dir" if self.sweep else "hydra.run.dir"
         folder = job.sweep_dir if self.sweep else job.run_dir
@@ -385,6 +416,9 @@ class _CommandLine:
                 self.run_folder = folder
                 run_dir.set_aside(folder)
                 return ["resume=null"], lambda: None
+        if options.resume is not None:
+            self.run_folder = multirun.folder_to_resume(options.resume, folder if self._chosen(key) else None)
+            return [f"{key}={quote(str(self.run_folder))}"], lambda: None
         if self._chosen(key):
             run_dir.check_free(key, folder)
             run_dir.check_kinds(folder)

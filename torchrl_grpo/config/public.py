@@ -19,6 +19,7 @@ _PRIVATE = (
     "logging",
     "ray",
     "resume",
+    "sweep",
     "env.environment_args",
     # A part has arguments of rewards and of the task too.
     "env.mixture",

@@ -11,6 +11,7 @@ FREE_KEYS = (
     "allocation_mode",
     "logging",
     "hub",
+    "sweep",
     "checkpoint",
     "train.checkpoint_frequency",
     "train.max_skipped_steps",

@@ -51,6 +51,7 @@ __all__ = [
     "RayConfig",
     "RefModelConfig",
     "RewardConfig",
+    "SweepConfig",
     "TrainConfig",
     "TrainModelConfig",
     "keys",
@@ -337,6 +338,27 @@ class LoggingConfig:
 
 
 @dataclass
+class SweepConfig:
+    """Trials of a sweep. Only commands with --multirun read it."""
+
+    devices: PositiveInt | None = key(
+        None,
+        "With --multirun: devices of each trial, which are GPUs, or CPU cores on a machine without a GPU. "
+        "Each trial is a process of its own, and as many run at the same time as devices are free. null runs "
+        "one after the other in one process.",
+    )
+    seeds: PositiveInt | None = key(
+        None, "With --multirun: number of seeds of each setting, e.g. 3 for seed=0,1,2; null means one."
+    )
+    resume: str | None = key(
+        None,
+        "With --multirun: folder of a sweep that goes on with the same command. Trials that have ended are "
+        "not run again, and others resume from their checkpoints. null starts a new sweep.",
+        only_with="sweep.devices",
+    )
+
+
+@dataclass
 class HubConfig:
     """Upload to the Hugging Face hub."""
 
@@ -387,6 +409,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 @functools.cache

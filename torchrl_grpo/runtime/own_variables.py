@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _SET: dict[str, str] = {}
@@ -35,6 +35,21 @@ def hidden() -> Iterator[None]:
         yield
     finally:
         os.environ.update(own)
+
+
+@contextmanager
+def temporary(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside this context; processes started there inherit them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _own() -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from torchrl_grpo.checkpoints.run_dir import SET_ASIDE
 from torchrl_grpo.config.public import public_overrides
 from torchrl_grpo.observe.held_out import PRIMARY, held_out
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS
@@ -67,7 +68,8 @@ def read_sweep(folder: Path) -> list[Trial]:
     Raises:
         OSError: a file cannot be read.
     """
-    folders = [path.parent for path in folder.glob(f"*/{METRICS}")]
+    # A trial without a checkpoint begins again, and what it had is set aside.
+    folders = [path.parent for path in folder.glob(f"*/{METRICS}") if SET_ASIDE not in path.parent.name]
     return [read_trial(path) for path in sorted(folders, key=lambda path: (len(path.name), path.name))]
 
 

@@ -45,6 +45,8 @@ _FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
 # Ray also starts idle workers for the first tasks, up to one per core. Actors have an environment of their
 # own and never use them.
 _PRESTART_VAR = "RAY_prestart_worker_first_driver"
+# Ray lowers the priority of workers by 15.
+_NICENESS_VAR = "RAY_worker_niceness"
 _FOLDER_PREFIX = "grpo-ray-"
 # Longest rest of a socket's path in bytes, behind Ray's folder.
 _SOCKET_ROOM = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.12")
@@ -239,31 +241,54 @@ def _short_folder() -> Folder | None:
 
 def _connect(cfg: Config, count: int, gpus: Sequence[int], folder: Folder | None = None) -> None:
     address = cfg.ray.address
-    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
-    variables = {"PYTHONPATH": os.pathsep.join(import_path()), RAY_WORKER_VARIABLE: os.getcwd()}
-    options["runtime_env"] = {"env_vars": variables}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
-        with own_variables.hidden(), temporary_env(cluster_env(gpus)), keep_termination_handler():
-            ray.init(
-                address="local",
-                num_cpus=max(count, os.cpu_count() or 1),
-                num_gpus=len(gpus),
-                include_dashboard=False,
-                _temp_dir=None if folder is None else str(folder.path),
-                **options,
-            )
+        _start_local(max(count, os.cpu_count() or 1), gpus, folder)
         return
     try:
         _check_reachable(address)
         with keep_termination_handler():
-            ray.init(address=address, **options)
+            ray.init(address=address, **_options())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"ray.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one "
             "with `ray start --head`, or write ray.address=null to start one for this run"
         ) from error
+
+
+def _options() -> dict[str, Any]:
+    # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
+    variables = {"PYTHONPATH": os.pathsep.join(import_path()), RAY_WORKER_VARIABLE: os.getcwd()}
+    return {"log_to_driver": False, "configure_logging": False, "runtime_env": {"env_vars": variables}}
+
+
+def _start_local(num_cpus: int, gpus: Sequence[int], folder: Folder | None) -> None:
+    with own_variables.hidden(), own_variables.temporary(cluster_env(gpus)), keep_termination_handler():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=len(gpus),
+            include_dashboard=False,
+            _temp_dir=None if folder is None else str(folder.path),
+            **_options(),
+        )
+
+
+@contextlib.contextmanager
+def local_cluster(num_cpus: int, gpus: Sequence[int]) -> Iterator[None]:
+    """Start a cluster on this machine with so many CPUs and these GPUs, and stop it at the end.
+
+    What its actors start has the priority of this process.
+    """
+    folder = _short_folder()
+    try:
+        with own_variables.temporary({_NICENESS_VAR: os.environ.get(_NICENESS_VAR, "0")}):
+            _start_local(num_cpus, gpus, folder)
+        yield
+    finally:
+        _disconnect()
+        if folder is not None:
+            folder.close()
 
 
 def _disconnect() -> None:
@@ -292,18 +317,3 @@ def cluster_env(gpus: Sequence[int]) -> dict[str, str]:
     defaults = {_FREE_PERIOD_VAR: "10", _PRESTART_VAR: "0"}
     variables = {name: os.environ.get(name, default) for name, default in defaults.items()}
     return variables | (visible_gpus(gpus) if gpus else {})
-
-
-@contextlib.contextmanager
-def temporary_env(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables inside this context; processes started there inherit them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -1,0 +1,126 @@
+"""The launcher's parts without Ray: which trials are hopeless, what is shown, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from sweep_files import write_trial
+
+from torchrl_grpo.cli import multirun
+from torchrl_grpo.config.schema import SweepConfig
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.planning.cores import allowed_cores
+from torchrl_grpo.runtime import hardware
+from torchrl_grpo.runtime.hardware import Hardware
+from torchrl_grpo.sweep.launcher import TrialOptions, _failure, _Trial
+from torchrl_grpo.sweep.table import FAILED, RUNNING, WAITING, Row, StateTable
+from torchrl_grpo.sweep.trials import ENDED, STOPPED, STOPPED_EARLY, Trial
+
+OPTIONS = TrialOptions(["python", "grpo.py"], ["hydra/job_logging=none"], {"optimizer.lr", "seed"}, 1, 0)
+
+
+def evaluated(name: str, seed: int, *values: float, state: str = "unfinished") -> Trial:
+    steps = list(range(0, 10 * len(values), 10))
+    bounds = [(value - 0.1, value + 0.1) for value in values]
+    return Trial(name, {}, seed, state, "eval/accuracy", steps, list(values), bounds)
+
+
+def test_a_trial_is_an_ordinary_command_in_its_own_folder(tmp_path: Path) -> None:
+    trial = _Trial(tmp_path / "my sweep", "3", ["optimizer.lr=1e-4", "env=gsm8k", "seed=1"], OPTIONS)
+    assert trial.command == [
+        *("python", "grpo.py", "optimizer.lr=1e-4", "env=gsm8k", "seed=1", "hydra/job_logging=none"),
+        *(f"hydra.run.dir='{tmp_path}/my sweep/3'", "resume=auto_or_new"),
+    ]
+    assert trial.row == Row("3", "optimizer.lr=1e-4 seed=1", WAITING)
+
+
+def test_what_has_ended_is_not_run_again(tmp_path: Path) -> None:
+    words = ["optimizer.lr=1"]
+    write_trial(tmp_path / "0", 0, *words, grades=[1.0])
+    write_trial(tmp_path / "1", 0, *words, grades=[1.0], ended=False)
+    write_trial(tmp_path / "2", 0, *words, grades=[1.0], ended=False)
+    (tmp_path / "2" / STOPPED).write_text("{}")
+    trials = [_Trial(tmp_path, str(number), words, OPTIONS) for number in range(4)]
+    assert [trial.row.state for trial in trials] == [ENDED, WAITING, STOPPED_EARLY, WAITING]
+    assert [trial.is_over for trial in trials] == [True, False, True, False]
+    assert trials[0].result(None).return_value == 1.0
+
+
+def test_another_trials_folder_is_refused(tmp_path: Path) -> None:
+    write_trial(tmp_path / "0", 0, "optimizer.lr=1", grades=[1.0])
+    _Trial(tmp_path, "0", ["optimizer.lr=1", "seed=0"], OPTIONS).check()
+    with pytest.raises(ConfigError, match=r"trial 0 was run without optimizer.lr=2; write the command as"):
+        _Trial(tmp_path, "0", ["optimizer.lr=2", "seed=0"], OPTIONS).check()
+
+
+def test_the_error_of_a_failed_trial_names_cause_log_and_fix(tmp_path: Path) -> None:
+    good, bad = (_Trial(tmp_path, name, ["optimizer.lr=1"], OPTIONS) for name in ("0", "1"))
+    write_trial(tmp_path / "0", 0, "optimizer.lr=1", grades=[1.0])
+    (tmp_path / "1.log").write_text("loading\nerror: gsm8k: row 17 has no answer\nclosing\n")
+    good.end(0)
+    bad.end(2)
+    assert (good.row.state, bad.row.state) == (ENDED, FAILED)
+    failure = _failure(tmp_path, [good, bad])
+    assert failure is not None and bad.result(failure)._return_value is failure
+    for part in ("1 of 2 trials failed (1)", "code 2", "row 17", f"{tmp_path}/1.log", "sweep.resume="):
+        assert part in str(failure)
+    assert _failure(tmp_path, [good]) is None
+
+
+def test_changes_of_state_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row("0", "optimizer.lr=1"), Row("1", "optimizer.lr=2")]
+    with StateTable() as table:
+        table.show(rows)
+        rows[0].state = RUNNING
+        table.show(rows)
+        table.show(rows)
+        rows[0].state, rows[0].trial = ENDED, evaluated("0", 0, 0.1, 0.5)
+        table.show(rows)
+    assert capsys.readouterr().out == (
+        "trial 0 (optimizer.lr=1): running\ntrial 0 (optimizer.lr=1): ended, 0.500\n"
+    )
+
+
+def test_options_stand_for_seeds_and_reach_no_trial() -> None:
+    words = ["optimizer.lr=1,2", "sweep.devices=1", "++sweep.seeds=3"]
+    assert multirun.without_options(words, SweepConfig(devices=1, seeds=3)) == [
+        "optimizer.lr=1,2",
+        "seed=0,1,2",
+    ]
+    with pytest.raises(ConfigError, match=r"seed is set too; write one of the two"):
+        multirun.without_options(["seed=4"], SweepConfig(seeds=3))
+    with pytest.raises(ConfigError, match=r"write --multirun sweep.devices=1 instead"):
+        multirun.refuse_options(words)
+
+
+def test_placements_that_are_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = allowed_cores()
+    with pytest.raises(ConfigError, match=rf"CPU cores, and this machine has {cores}; write sweep.devices="):
+        multirun.Trials.of(SweepConfig(devices=cores + 1))
+    monkeypatch.setattr(hardware, "present", lambda: Hardware(gpus=(80.0, 80.0)))
+    with pytest.raises(ConfigError, match=r"so many GPUs, and this machine has 2"):
+        multirun.Trials.of(SweepConfig(devices=3))
+    trials = multirun.Trials.of(SweepConfig(devices=1))
+    assert trials is not None and trials.num_gpus == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    with trials.devices_visible():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
+    with pytest.raises(ConfigError, match=r"hydra/launcher=joblib: sweep.devices=1 starts the trials by"):
+        trials.launcher([], ["hydra/launcher=joblib"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=r"write the command without the launcher"):
+        multirun.Trials.of(SweepConfig(devices=1))
+
+
+def test_a_folder_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no multirun.yaml, so it is no folder of a sweep; write a folder"):
+        multirun.folder_to_resume(str(tmp_path), None)
+    (tmp_path / "multirun.yaml").write_text(json.dumps({}))
+    assert multirun.folder_to_resume(str(tmp_path), None) == tmp_path
+    with pytest.raises(ConfigError, match=r"goes on in its folder; write sweep.resume alone"):
+        multirun.folder_to_resume(str(tmp_path), tmp_path / "other")
