@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sweep_files import write_trial
@@ -15,17 +17,45 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
-from torchrl_grpo.sweep.launcher import TrialOptions, _failure, _Trial
+from torchrl_grpo.runtime.interrupts import STOP_SIGNAL
+from torchrl_grpo.sweep.hopeless import hopeless
+from torchrl_grpo.sweep.launcher import TrialOptions, _failure, _Run, _Trial
 from torchrl_grpo.sweep.table import FAILED, RUNNING, WAITING, Row, StateTable
 from torchrl_grpo.sweep.trials import ENDED, STOPPED, STOPPED_EARLY, Trial
 
-OPTIONS = TrialOptions(["python", "grpo.py"], ["hydra/job_logging=none"], {"optimizer.lr", "seed"}, 1, 0)
+OPTIONS = TrialOptions(
+    ["python", "grpo.py"], ["hydra/job_logging=none"], {"optimizer.lr", "seed"}, 1, 0, None
+)
 
 
 def evaluated(name: str, seed: int, *values: float, state: str = "unfinished") -> Trial:
     steps = list(range(0, 10 * len(values), 10))
     bounds = [(value - 0.1, value + 0.1) for value in values]
     return Trial(name, {}, seed, state, "eval/accuracy", steps, list(values), bounds)
+
+
+def test_a_trial_is_hopeless_if_it_was_below_another_of_its_seed_often_enough() -> None:
+    good, bad = evaluated("good", 0, 0.1, 0.5, 0.6, state=ENDED), evaluated("bad", 0, 0.1, 0.2, 0.3)
+    close, other_seed = evaluated("close", 0, 0.1, 0.2, 0.45), evaluated("other seed", 1, 0.1, 0.2, 0.3)
+    trials = [good, bad, close, other_seed]
+    assert hopeless(trials, 2) == [bad] and hopeless(trials, 1) == [bad]
+    assert hopeless(trials, 3) == [], "all were alike at the start"
+    assert hopeless([good, evaluated("ended", 0, 0.1, 0.2, 0.3, state=ENDED)], 1) == []
+    assert hopeless([evaluated("ahead", 0, 0.1, 0.2, 0.3, 0.4), good], 1) == [], "no other has come so far"
+
+
+def test_a_hopeless_trial_is_asked_to_save_itself_and_is_not_run_again(tmp_path: Path) -> None:
+    sent: list[int] = []
+    write_trial(tmp_path / "0", 0, "optimizer.lr=1", grades=[1.0] * 6)
+    write_trial(tmp_path / "1", 0, "optimizer.lr=2", grades=[0.0] * 6, ended=False)
+    options = replace(OPTIONS, hopeless_after=1)
+    good, bad = (_Trial(tmp_path, name, [], options) for name in ("0", "1"))
+    bad.actor, bad.row.state = SimpleNamespace(stop=SimpleNamespace(remote=sent.append)), RUNNING
+    _Run(tmp_path, [good, bad], options)._end_hopeless([bad])
+    assert sent == [STOP_SIGNAL] and (good.row.state, bad.row.state) == (ENDED, STOPPED_EARLY)
+    bad.end(75)
+    assert _failure(tmp_path, [good, bad]) is None
+    assert _Trial(tmp_path, "1", [], options).row.state == STOPPED_EARLY
 
 
 def test_a_trial_is_an_ordinary_command_in_its_own_folder(tmp_path: Path) -> None:

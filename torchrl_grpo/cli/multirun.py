@@ -84,10 +84,12 @@ class Trials:
     Attributes:
         devices: number of devices of each.
         num_gpus: GPUs of this machine; with none, devices are CPU cores.
+        hopeless_after: see the key.
     """
 
     devices: int
     num_gpus: int
+    hopeless_after: int | None
 
     @classmethod
     def of(cls, options: SweepConfig) -> Trials | None:
@@ -114,7 +116,7 @@ class Trials:
                 f"each trial would need so many {kind}, and this machine has {total}",
                 f"sweep.devices={total} or less",
             )
-        return cls(options.devices, num_gpus)
+        return cls(options.devices, num_gpus, options.hopeless_after)
 
     def devices_visible(self) -> AbstractContextManager[None]:
         """Let this process see as many GPUs as a trial, to check the plans of the trials."""
@@ -146,7 +148,9 @@ class Trials:
         hydra = [
             word for word in words if word.startswith(("hydra.", "hydra/")) and not word.startswith(_OF_SWEEP)
         ]
-        options = launcher.TrialOptions([*_program(), *flags], hydra, varied, self.devices, self.num_gpus)
+        options = launcher.TrialOptions(
+            [*_program(), *flags], hydra, varied, self.devices, self.num_gpus, self.hopeless_after
+        )
         return launcher.use(options)
 
 

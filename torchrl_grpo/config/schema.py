@@ -356,6 +356,12 @@ class SweepConfig:
         "not run again, and others resume from their checkpoints. null starts a new sweep.",
         only_with="sweep.devices",
     )
+    hopeless_after: PositiveInt | None = key(
+        None,
+        "With --multirun: number of evaluations in a row after which a trial ends early, if its interval of "
+        "the held-out value is below that of another trial with the same seed; null ends none.",
+        only_with="sweep.devices",
+    )
 
 
 @dataclass

@@ -24,12 +24,14 @@ from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.observe.metrics import METRICS
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import own_variables
+from torchrl_grpo.runtime.files.shared_files import replace
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested, remember_interrupts, stop_requested
 from torchrl_grpo.runtime.quoting import quote
 from torchrl_grpo.sweep import plugins
+from torchrl_grpo.sweep.hopeless import hopeless
 from torchrl_grpo.sweep.processes import TrialProcess
 from torchrl_grpo.sweep.table import FAILED, RUNNING, WAITING, Row, StateTable
-from torchrl_grpo.sweep.trials import UNFINISHED, read_trial
+from torchrl_grpo.sweep.trials import STOPPED, STOPPED_EARLY, UNFINISHED, read_trial
 
 if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
@@ -49,6 +51,7 @@ class TrialOptions:
         varied: keys that have several values, which name a trial on the screen.
         devices: devices of each trial.
         num_gpus: GPUs of this machine; with none, devices are cores.
+        hopeless_after: evaluations after which a hopeless trial ends; None ends none.
     """
 
     command: list[str]
@@ -56,6 +59,7 @@ class TrialOptions:
     varied: set[str]
     devices: int
     num_gpus: int
+    hopeless_after: int | None
 
 
 def use(options: TrialOptions) -> str:
@@ -134,6 +138,12 @@ class _Trial:
         """Send a signal to the trial's process."""
         self.actor.stop.remote(number)
 
+    def stop_early(self, evaluations: int) -> None:
+        """End the trial for good. It saves a checkpoint first."""
+        assert self.row.trial is not None
+        replace(self.folder / STOPPED, f'{{"step": {self.row.trial.steps[-1]}, "after": {evaluations}}}\n')
+        self.stop(STOP_SIGNAL)
+
     def end(self, code: int | None) -> None:
         """Note how the process ended."""
         self.code = code
@@ -180,6 +190,7 @@ class _Run:
             try:
                 while refs:
                     self._wait(refs)
+                    self._end_hopeless(waiting)
                     table.show(rows)
                     if stop_requested():
                         raise StopRequested
@@ -232,6 +243,17 @@ class _Run:
             if trial.row.state == WAITING and ray.wait([trial.placed], timeout=0)[0]:
                 trial.row.state = RUNNING
             trial.read()
+
+    def _end_hopeless(self, waiting: Sequence[_Trial]) -> None:
+        evaluations = self._options.hopeless_after
+        if evaluations is None:
+            return
+        read = [trial.row.trial for trial in self._trials if trial.row.trial is not None]
+        lost = hopeless(read, evaluations)
+        for trial in waiting:
+            if trial.row.state == RUNNING and any(trial.row.trial is each for each in lost):
+                trial.stop_early(evaluations)
+                trial.row.state = STOPPED_EARLY
 
 
 def _failure(folder: Path, trials: Sequence[_Trial]) -> UserError | None:
