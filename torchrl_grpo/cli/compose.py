@@ -93,7 +93,10 @@ class Composer:
                 has the wrong type.
         """
         overrides = [self._parse(word) for word in words]
-        sweepers = [o for o in overrides if o.key_or_group == "hydra/sweeper" and o.value() != "basic"]
+        chosen = {o.key_or_group: o.value() for o in overrides if not o.is_sweep_override()}
+        is_searched = (
+            chosen.get("hydra/sweeper", "basic") != "basic" or chosen.get("sweep.trials") is not None
+        )
         choices: dict[str, list[str]] = {}
         for override in overrides:
             line = str(override.input_line)
@@ -106,10 +109,10 @@ class Composer:
                 choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
                 if not choices[key]:
                     raise self._no_choice(override)
-            elif not sweepers:
+            elif not is_searched:
                 raise ConfigError(
                     f"{line}: Hydra's basic sweeper takes lists only; write --multirun "
-                    f"{override.key_or_group}=VALUE,VALUE instead"
+                    f"{override.key_or_group}=VALUE,VALUE instead, or add sweep.trials=20 for a search"
                 )
             elif not keys().knows(override.key_or_group):
                 raise keys().unknown(override.key_or_group, line)

@@ -274,6 +274,8 @@ class _CommandLine:
         rank_env.check()
         options = self._sweep_options()
         trials = multirun.Trials.of(options)
+        if options.trials is not None:
+            self.args.overrides.append(multirun.searcher(options.trials, trials, self.args.overrides))
         if trials is None:
             self._divide_devices()
             job, configs = self._checked()

@@ -91,6 +91,11 @@ class Trials:
     num_gpus: int
     hopeless_after: int | None
 
+    @property
+    def at_once(self) -> int:
+        """Number of trials that run at the same time."""
+        return (self.num_gpus or allowed_cores()) // self.devices
+
     @classmethod
     def of(cls, options: SweepConfig) -> Trials | None:
         """Return what the options ask for; None if trials run in this process.
@@ -152,6 +157,25 @@ class Trials:
             [*_program(), *flags], hydra, varied, self.devices, self.num_gpus, self.hopeless_after
         )
         return launcher.use(options)
+
+
+def searcher(count: int, trials: Trials | None, words: Sequence[str]) -> str:
+    """Prepare the search, and return the override that chooses it.
+
+    Args:
+        count: number of settings to try.
+        trials: how trials run; None if one after the other.
+        words: overrides of the command line.
+
+    Raises:
+        ConfigError: another sweeper is chosen, or Optuna is not installed.
+    """
+    for word in words:
+        if word.startswith("hydra/sweeper="):
+            raise ConfigError(f"{word}: sweep.trials={count} is a search of its own; write one of the two")
+    from torchrl_grpo.sweep import search
+
+    return search.use(count, 1 if trials is None else trials.at_once)
 
 
 def _program() -> list[str]:

@@ -350,6 +350,12 @@ class SweepConfig:
     seeds: PositiveInt | None = key(
         None, "With --multirun: number of seeds of each setting, e.g. 3 for seed=0,1,2; null means one."
     )
+    trials: PositiveInt | None = key(
+        None,
+        "With --multirun: number of settings that Optuna chooses among the values, e.g. of "
+        "optimizer.lr=tag(log,interval(1e-6,1e-4)). It needs the package optuna. null runs every "
+        "combination.",
+    )
     resume: str | None = key(
         None,
         "With --multirun: folder of a sweep that goes on with the same command. Trials that have ended are "
