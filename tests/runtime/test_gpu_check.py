@@ -131,9 +131,7 @@ def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.
     def waiting(self: Any, *given: Any) -> TokenScores:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         # torch says this of its watch itself, and it is no wait.
-        warnings.warn(
-            "a prototype that does not yet detect all synchronizing operations", stacklevel=2
-        )
+        warnings.warn("a prototype that does not yet detect all synchronizing operations", stacklevel=2)
         return honest(self, *given)
 
     honest = TokenScorer.forward
