@@ -19,8 +19,13 @@ from torchrl_grpo.config.schema import PolicyConfig, keys
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config"
-PAGE = with_tables((ROOT / "docs" / "objectives.md").read_text())
 PRESETS = sorted(path.stem for path in (CONFIG / "policy").glob("*.yaml"))
+
+
+@functools.cache
+def objectives() -> str:
+    """The page with its tables, for which each preset is composed."""
+    return with_tables((ROOT / "docs" / "objectives.md").read_text())
 
 
 @functools.cache
@@ -33,7 +38,7 @@ def preset(name: str, primary: str = "grpo_gsm8k") -> dict[str, Any]:
 def shown() -> dict[str, dict[str, str]]:
     """The table of presets: a key to the cells of its row, by preset."""
     start = "| key | `grpo` |"
-    table = f"{start}{PAGE.partition(start)[2]}".partition("\n\n")[0]
+    table = f"{start}{objectives().partition(start)[2]}".partition("\n\n")[0]
     (_, *names), _, *rows = (
         [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()
     )
@@ -73,7 +78,9 @@ def test_the_shipped_recipes_take_one_optimizer_step_a_round(primary: str) -> No
 def test_every_key_of_an_objective_is_mentioned() -> None:
     ours = [key for key in keys().leaves if key.startswith(("policy.", "ref_model.refresh"))]
     assert len(ours) > len(dataclasses.fields(PolicyConfig))
-    assert [key for key in ours if not re.search(rf"`[^`\n]*\b{re.escape(key)}\b[^`\n]*`", PAGE)] == []
+    assert [
+        key for key in ours if not re.search(rf"`[^`\n]*\b{re.escape(key)}\b[^`\n]*`", objectives())
+    ] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/configuration.md", "docs/objectives.md"])
@@ -84,7 +91,7 @@ def test_pages_that_list_the_presets_list_all(page: str) -> None:
 
 def block(language: str) -> str:
     """The code block of a language under "Adding a variant"."""
-    section = PAGE.partition("\n## Adding a variant\n")[2]
+    section = objectives().partition("\n## Adding a variant\n")[2]
     match = re.search(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert match is not None
     return match[1]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -30,6 +28,9 @@ def values(tiny_model_dir: Path) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, values: str, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     notebook: Any = nbformat.read(path, as_version=4)
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     parameters.source = values
@@ -48,6 +49,8 @@ def test_a_notebook_runs(path: Path, values: str, tmp_path: Path) -> None:
 
 
 def test_notebooks_have_no_outputs_and_no_numbers_of_runs() -> None:
+    import nbformat
+
     assert len(NOTEBOOKS) == 2
     for path in NOTEBOOKS:
         cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]

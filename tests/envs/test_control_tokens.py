@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
-from tiny_tokenizers import build_tokenizer
+from tiny_tokenizers import build_tokenizer, trl_templates
 from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
@@ -181,7 +180,7 @@ def test_templates_in_use_stay_as_they_are_under_attack() -> None:
     """The templates that TRL ships, with every tag in them as a token."""
     files = [
         file
-        for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+        for file in sorted((trl_templates()).glob("*.jinja"))
         if not file.stem.endswith("_training") and file.stem != "llava_next"
     ]
     assert len(files) > 20

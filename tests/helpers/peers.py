@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.objectives.llm import GRPOLoss
 
 # An end token of tests/helpers/tiny_model.py, as of tests/helpers/batches.py, and one that is none.
 END, OTHER = 2, 7
@@ -86,9 +85,11 @@ class _Actor(torch.nn.Module):
 
 
 def torchrl_terms(
-    numbers: Numbers, advantage: Tensor, kind: type[GRPOLoss], rows: slice = slice(None), **settings: Any
+    numbers: Numbers, advantage: Tensor, kind: str, rows: slice = slice(None), **settings: Any
 ) -> Any:
     """The terms of one of TorchRL's losses over some of the rows; ``advantage`` is ``[P, G, 1]``."""
+    from torchrl.objectives import llm  # which imports vLLM
+
     mask = numbers.mask[rows]
     data = TensorDict(
         {
@@ -99,7 +100,7 @@ def torchrl_terms(
         },
         batch_size=[len(mask)],
     )
-    return kind(_Actor(numbers, rows), **settings)(data)
+    return vars(llm)[kind](_Actor(numbers, rows), **settings)(data)
 
 
 def gradients_of(value: Tensor, log_probs: Tensor, entropy: Tensor) -> Outcome:

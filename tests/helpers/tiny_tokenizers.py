@@ -5,10 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
+
+
+def trl_templates() -> Path:
+    """The folder of the chat templates that TRL ships, found without importing TRL."""
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "chat_templates"
+
 
 _SENTENCES = [
     "What is 3 + 4? <|im_start|>user <|im_end|> <|end|> [INST] What is that? [/INST]",

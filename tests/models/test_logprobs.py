@@ -9,7 +9,6 @@ import pytest
 import torch
 from batches import FAMILIES, VOCAB, gradients, inputs, make_batch, make_model, widen
 from families import in_default_format
-from peft import LoraConfig
 from rounding import EXACT, assert_rounds_alike
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -116,6 +115,8 @@ def test_shared_prefix_with_gradient_checkpointing(family: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_shared_prefix_with_lora(family: str, checkpointing: bool) -> None:
+    from peft import LoraConfig
+
     model, batch = make_model(family), make_batch(P=3, G=3)
     layers = ["c_attn", "c_fc"] if family == "gpt2" else ["q_proj", "v_proj", "down_proj"]
     # Both matrices of an adapter start at random, so that each has a gradient.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from adapters import adapted, by_formula, move
@@ -217,6 +216,8 @@ def test_adapters_are_on_again_after_an_error() -> None:
 
 @pytest.mark.parametrize("family", ["llama_tied", "gpt2"])
 def test_saved_adapters_are_read_by_peft_and_by_us(family: str, tmp_path: Path) -> None:
+    import peft
+
     model, ids = adapted(family), torch.arange(8)[None]
     lora.save_adapters(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import trl
-from tiny_tokenizers import build_chatml, build_tokenizer
+from tiny_tokenizers import build_chatml, build_tokenizer, trl_templates
 from transformers import AddedToken
 
 from torchrl_grpo.data.episode import ResponseText
@@ -46,8 +43,7 @@ def test_solutions_of_published_templates_have_each_tag_once(name: str) -> None:
     special = ["<|im_start|>", "<｜User｜>", "<｜Assistant｜>", "<|user|>", "<|assistant|>", "<|im_end|>"]
     tokenizer = build_tokenizer("bytes", special)
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
-    folder = Path(trl.__file__).parent / "chat_templates"
-    template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
+    template = (trl_templates() / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer.chat_template = template.replace("<｜end▁of▁sentence｜>", "<|im_end|>")
     example = Example("x", EXAMPLE.messages, solution=PERFECT)
     text = render(tokenizer, example)[0]

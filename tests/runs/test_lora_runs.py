@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
@@ -112,6 +111,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_and_its_checkpoints_hold_adapter
 def test_adapters_and_merged_model_of_a_checkpoint_are_the_live_model(
     train: Runner, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import peft
+
     ids, live = torch.arange(3, 20)[None], []
     honest = Session.save
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from pretended_cuda import DeviceMismatch, PretendedCuda
-from pretended_torch import replacements
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils import is_torch_cuda_available
 
@@ -155,6 +154,8 @@ def test_a_refusal_that_is_swallowed_is_said_at_the_end() -> None:
 
 def originals() -> list[tuple[Any, str, Any]]:
     """What stands where the pretense replaces something; None where it is inherited."""
+    from pretended_torch import replacements  # which imports PEFT
+
     return [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements(PretendedCuda())]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from adapters import adapted, by_formula, move
 from batches import END, PAD, make_model
 from faulty_engines import EngineIgnores, LoadsIntoACopy, prompts
-from peft.tuners.lora import LoraLayer
 from publishers import Direct
 from stale_parts import FORMATS, Fault, KeepsAPart, assert_each_is_found, every_part, move_everything
 from torch import Tensor, nn
@@ -24,6 +23,9 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.weight_sync import publisher as publish
 from torchrl_grpo.weight_sync.probe import named_weights, perturbed
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 pytestmark = pytest.mark.slow
 
