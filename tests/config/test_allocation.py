@@ -12,6 +12,7 @@ from torchrl_grpo.config.allocation import meaning
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.checks.schedule import check_async
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.parsing import schema_node
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.request import build_request
@@ -26,7 +27,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parsed(line: str, *words: str) -> Config:
     given = [f"allocation_mode={line}", *words]
-    node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(given))
+    node = OmegaConf.merge(schema_node(), OmegaConf.from_dotlist(given))
     assert isinstance(node, DictConfig)
     return parse(node)
 
@@ -101,7 +102,7 @@ def test_a_line_is_planned(
     told = ", ".join(f"{key}={show(value)}" for key, value in meaning(cfg).items())
     assert note == f"allocation_mode={line} is {told}"
     node = OmegaConf.merge(
-        OmegaConf.structured(Config),
+        schema_node(),
         OmegaConf.from_dotlist([f"{key}={show(value)}" for key, value in meaning(cfg).items()]),
     )
     assert isinstance(node, DictConfig)

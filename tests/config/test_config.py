@@ -281,6 +281,15 @@ def test_parser_refuses_a_key_that_was_forced_past_the_schema() -> None:
         parse(node)
 
 
+def test_parser_keeps_nothing_of_what_it_has_parsed() -> None:
+    before = parse(OmegaConf.create({}))
+    changed = parse(OmegaConf.create({"optimizer": {"lr": 0.5}, "reward": {"weights": {"format": 7}}}))
+    changed.reward.weights["format"] = 8
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=fast: it must be a number"):
+        parse(OmegaConf.create({"optimizer": {"lr": "fast"}, "seed": 3}))
+    assert parse(OmegaConf.create({})) == before
+
+
 def test_parser_leaves_its_node_as_it_was() -> None:
     node = OmegaConf.structured(Config)
     before = OmegaConf.to_yaml(node)

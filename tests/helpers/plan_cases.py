@@ -11,7 +11,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.cli.compose import composer
-from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config import parse
+from torchrl_grpo.config.parsing import schema_node
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.placement import plan
@@ -34,7 +35,7 @@ def asked(case: str) -> tuple[Request, int]:
     script, gpus = head.split(", ")
     words = text.split()
     values = [word for word in words if word != "lora"]
-    node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(values))
+    node = OmegaConf.merge(schema_node(), OmegaConf.from_dotlist(values))
     assert isinstance(node, DictConfig)
     cfg = parse(node)
     request = build_request(cfg, asynchronous=script == "grpo-async.py")

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import validate
+from torchrl_grpo.config.parsing import schema_node
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import memory, preflight, token_budget
@@ -21,7 +22,7 @@ SMALL, LARGE = Hardware((23.99,), 64.0, ((8, 9),)), Hardware((79.2,), 200.0, ((9
 
 
 def read(*words: str) -> Config:
-    node = OmegaConf.merge(OmegaConf.structured(Config()), OmegaConf.from_dotlist(list(words)))
+    node = OmegaConf.merge(schema_node(), OmegaConf.from_dotlist(list(words)))
     assert isinstance(node, DictConfig)
     return parse(node)
 

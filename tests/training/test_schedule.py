@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import schedule as checks
 from torchrl_grpo.config.derived import with_total_turns
+from torchrl_grpo.config.parsing import schema_node
 from torchrl_grpo.config.values import LRSchedule
 from torchrl_grpo.training.optimizer_step import learning_rate_factor
 from torchrl_grpo.training.schedule import RunSchedule
@@ -148,6 +149,6 @@ def test_a_rate_is_reached_if_nothing_is_told() -> None:
 
 
 def read(words: str) -> Config:
-    node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(words.split()))
+    node = OmegaConf.merge(schema_node(), OmegaConf.from_dotlist(words.split()))
     assert isinstance(node, DictConfig)
     return parse(node)

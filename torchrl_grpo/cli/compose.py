@@ -30,9 +30,10 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_grpo.cli.precedence import schema_node, settle
+from torchrl_grpo.cli.precedence import settle
 from torchrl_grpo.config import Config, groups
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.parsing import schema_node
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError, first_line
 from torchrl_grpo.runtime.quoting import quote

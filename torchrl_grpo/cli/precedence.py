@@ -11,7 +11,6 @@ is kept itself, but makes no other give way, except in contradictions with ``def
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +18,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from torchrl_grpo.config import Config
 from torchrl_grpo.config.contradictions import DEFAULT, contradictions
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.parsing import schema_node
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from omegaconf import DictConfig
-
-
-@functools.cache
-def schema_node() -> DictConfig:
-    """Return the schema with its defaults, built once, because that takes as long as reading all files.
-
-    Do not write to it, but to a copy.
-    """
-    node: DictConfig = OmegaConf.structured(Config)
-    return node
 
 
 def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: Sequence[str]) -> list[str]:

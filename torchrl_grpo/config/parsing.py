@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config.allocation import with_allocation
@@ -13,6 +15,18 @@ from torchrl_grpo.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+@functools.cache
+def schema_node() -> DictConfig:
+    """Return the schema with its defaults, built once, because that takes as long as reading all files.
+
+    Do not write to it, but to a copy.
+    """
+    from omegaconf import OmegaConf
+
+    node: DictConfig = OmegaConf.structured(Config)
+    return node
 
 
 def parse(node: DictConfig) -> Config:
@@ -49,7 +63,7 @@ def parse(node: DictConfig) -> Config:
     try:
         # The types of a node composed over the schema are already checked. Other nodes need the merge.
         typed = OmegaConf.get_type(node) is Config
-        config = OmegaConf.to_object(node if typed else OmegaConf.merge(OmegaConf.structured(Config), values))
+        config = OmegaConf.to_object(node if typed else OmegaConf.merge(schema_node(), values))
     except OmegaConfBaseException as error:
         raise _type_error(error, values) from error
     assert isinstance(config, Config)
@@ -83,7 +97,7 @@ def _type_error(error: Exception, values: dict[str, Any]) -> ConfigError:
             value = value[part]
         else:
             try:
-                OmegaConf.update(OmegaConf.structured(Config), key, value, force_add=True)
+                OmegaConf.update(copy.deepcopy(schema_node()), key, value, force_add=True)
             except OmegaConfBaseException:
                 return keys().wrong_type(key, f"{key}={show(value)}")
     return ConfigError(f"configuration: {first_line(error)}; write values as --cfg job shows them")
