@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,29 @@ def _scratch_for_loggers() -> object:
     with tempfile.TemporaryDirectory(prefix="torchrl-grpo-tests-") as folder:
         for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
             os.environ[name] = folder
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _configurations_are_parsed_once() -> Iterator[None]:
+    """Parse each file of ``config/`` and of Hydra once: tests compose thousands of configurations."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    honest, parsed = OmegaConf.load, dict[str, Any]()
+    # No test writes there.
+    folders = (str(Path(__file__).resolve().parent.parent / "config"), str(Path(hydra.__file__).parent))
+
+    def load(file: Any) -> Any:
+        name = getattr(file, "name", file)
+        if not (isinstance(name, str) and name.startswith(folders)):
+            return honest(file)
+        if name not in parsed:
+            parsed[name] = OmegaConf.to_container(honest(file))
+        return OmegaConf.create(parsed[name])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OmegaConf, "load", load)
         yield
 
 
