@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forking_serve import forking_words
 from publishers import make_publisher
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -39,8 +40,6 @@ from torchrl_grpo.runtime import shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
-# Three of its four processes need not import vLLM.
-_PROGRAM = Path(__file__).resolve().parents[1] / "helpers/forking_server.py"
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 
 
@@ -57,11 +56,9 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**26},
         on_cpu=True,
     )
-    python, safe_path, module, _, *arguments = launch.words
-    assert (safe_path, module) == ("-P", "-m")
     made = ServerProcess(
         VLLM,
-        dataclasses.replace(launch, words=[python, str(_PROGRAM), *arguments]),
+        dataclasses.replace(launch, words=forking_words(launch.words)),
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )

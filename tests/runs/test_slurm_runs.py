@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forking_serve
 import local_slurm
 import pytest
 from local_slurm import LocalSlurm
@@ -41,10 +43,15 @@ def arguments(tiny_model_dir: Path, tmp_path: Path, repo_root: Path) -> list[str
     # A random model is never right; this tells its answers apart, so that there is something to learn.
     (tmp_path / "reward.py").write_text("def length(text, example):\n    return len(text) % 5 / 4\n")
     commands = sysconfig.get_path("scripts")
+    # On a CPU, vLLM starts its engine's process anew, which takes it seven seconds of a core to import.
+    serve = tmp_path / "bin/grpo-serve"
+    serve.parent.mkdir()
+    serve.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(forking_serve.__file__)}" "$@"\n')
+    serve.chmod(0o755)
     return [
         "--nodes=2",
         "--time=30",
-        f"--setup=export PATH={commands}:$PATH PYTHONPATH={repo_root} OMP_NUM_THREADS=1",
+        f"--setup=export PATH={serve.parent}:{commands}:$PATH PYTHONPATH={repo_root} OMP_NUM_THREADS=1",
         f"--folder={tmp_path}/jobs",
         "inference_model.backend=vllm_server",
         f"model.name={tiny_model_dir}",
