@@ -89,6 +89,7 @@ def _type_error(error: Exception, values: dict[str, Any]) -> ConfigError:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    scratch = copy.deepcopy(schema_node())
     for key in keys().leaves:
         value: Any = values
         for part in key.split("."):
@@ -97,7 +98,7 @@ def _type_error(error: Exception, values: dict[str, Any]) -> ConfigError:
             value = value[part]
         else:
             try:
-                OmegaConf.update(copy.deepcopy(schema_node()), key, value, force_add=True)
+                OmegaConf.update(scratch, key, value, force_add=True)
             except OmegaConfBaseException:
                 return keys().wrong_type(key, f"{key}={show(value)}")
     return ConfigError(f"configuration: {first_line(error)}; write values as --cfg job shows them")
