@@ -102,7 +102,7 @@ class WeightPublisher:
         self._bound_pending = self._bound_is_automatic
         # Mean difference of log-probabilities in the first verified result.
         self._first_published_diff = 0.0
-        # The trainer's log-probabilities at the latest publication.
+        # The trainer's log-probabilities at the latest publication of the training.
         self._published_log_probs: Tensor | None = None
         self._padded = pad_left(probe_prompts, pad_token_id)
         self._warn = warn
@@ -134,7 +134,7 @@ class WeightPublisher:
             TrainingStopped: the perturbed weights did not arrive or did not change the log-probabilities, or
                 the check of the original weights failed.
         """
-        trainer_log_probs = self._trainer_log_probs()
+        trainer_log_probs, published = self._trainer_log_probs(), self._published_log_probs
         with perturbed(self.model):
             delivery, expected = self.send_weights(version)
             delivery.wait()
@@ -142,6 +142,9 @@ class WeightPublisher:
             self._check_cache(perturbed_result, version)
             self._check_weights(perturbed_result, expected)
         metrics = self.publish(version)
+        if published is not None:
+            # A resumed run compares its next publication with the one that the uninterrupted run had.
+            self._published_log_probs = published
         published_diff = metrics["publish/logprob_diff_mean"]
         disk_diff = (
             math.inf
@@ -184,14 +187,24 @@ class WeightPublisher:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean difference at the run's start, the bound, and the precision that both apply to."""
-        return {"noise": self._first_published_diff, "bound": self.bound, "precision": self._precision}
+        """Return the mean difference at the run's start, the bound, and the precision that both apply to.
+
+        The trainer's log-probabilities at the latest publication are returned too.
+        """
+        return {
+            "noise": self._first_published_diff,
+            "bound": self.bound,
+            "precision": self._precision,
+            "published": self._published_log_probs,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the bound that the run derived at its start.
 
         A bound that is given now takes precedence. A saved bound for another precision is ignored.
+        Checkpoints of earlier versions have no log-probabilities.
         """
+        self._published_log_probs = state.get("published")
         if self._bound_pending and state.get("precision") == self._precision:
             self._first_published_diff, self.bound = state["noise"], state["bound"]
             self._bound_pending = False
@@ -223,11 +236,11 @@ class WeightPublisher:
             delivery.wait()
         results = self.verify_new_results()
         self.engine.policy_version = version
-        before, after = self._published_log_probs, expected.trainer_log_probs.double()
+        before, after = self._published_log_probs, expected.trainer_log_probs
         self._published_log_probs = after
         metrics = {name: max(result[name] for result in results) for name in (results[0] if results else ())}
         if before is not None:
-            moved = kl_div(after, before, reduction="batchmean", log_target=True)
+            moved = kl_div(after.double(), before.double(), reduction="batchmean", log_target=True)
             metrics["publish/update_kl"] = float(moved)
         return metrics
 
