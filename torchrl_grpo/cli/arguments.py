@@ -10,10 +10,26 @@ from typing import NoReturn
 from torchrl_grpo.config import elsewhere, groups
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime.package_versions import VERSION
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises :class:`ConfigError`."""
+    """Parser that raises :class:`ConfigError`. Options cannot be abbreviated."""
+
+    def __init__(
+        self,
+        prog: str | None = None,
+        description: str | None = None,
+        epilog: str | None = None,
+        *,
+        add_help: bool = True,
+    ) -> None:
+        super().__init__(
+            prog=prog, description=description, epilog=epilog, add_help=add_help, allow_abbrev=False
+        )
+        # A training command shows more than the version, and has help of its own.
+        if add_help:
+            self.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (-[^\s=]+)(?:[= ]((?!-)[^\s=]+)(?=\s|$))?", message)
@@ -47,7 +63,7 @@ def read_arguments(words: list[str]) -> argparse.Namespace:
         ConfigError: the words are not a command line. An unknown option may be a key, or that of another
             system.
     """
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--hydra-help", action="store_true")

@@ -15,7 +15,6 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.doctor import Diagnosis, diagnose
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.runtime.files.closed_output import quiet_end
-from torchrl_grpo.runtime.package_versions import VERSION
 from torchrl_grpo.runtime.printable import printable
 from torchrl_grpo.tools.gpu_check.results import Status
 
@@ -54,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="grpo-doctor",
-        allow_abbrev=False,
         description="Say what went wrong in a run, from its files: what was seen, since which step, the "
         "cause, and the keys to change.",
         epilog="Exit code: 0 if nothing was found, 1 if something was, 2 for a mistake in the command.",
@@ -71,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
         help="check this machine before a run: versions, GPUs, shared memory, disk, ports, ranks, engine",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     return parser
 
 

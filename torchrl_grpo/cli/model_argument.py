@@ -16,7 +16,6 @@ from torchrl_grpo.config.resume import EARLIER_NAMES
 from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError, first_line
 from torchrl_grpo.models import on_hub
 from torchrl_grpo.runtime import hub
-from torchrl_grpo.runtime.package_versions import VERSION
 from torchrl_grpo.runtime.paths import expanded
 
 if TYPE_CHECKING:
@@ -48,9 +47,8 @@ class ModelArgument:
 
 def parser(prog: str, description: str, epilog: str | None = None) -> Parser:
     """Return the parser of a command that takes a model; its own options are added to it."""
-    parser = Parser(prog=prog, allow_abbrev=False, description=description, epilog=epilog)
+    parser = Parser(prog, description, epilog)
     parser.add_argument("model", metavar="MODEL_OR_RUN", help="run, folder or hub name")
-    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     return parser
 
 

@@ -17,7 +17,6 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.metrics import METRICS
 from torchrl_grpo.observe.report import PAGE
 from torchrl_grpo.runtime.files.closed_output import quiet_end
-from torchrl_grpo.runtime.package_versions import VERSION
 from torchrl_grpo.runtime.printable import printable
 
 DIFFERENCES = "report-diff.html"
@@ -47,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="grpo-report",
-        allow_abbrev=False,
         description="Write report.html of a run from its files: curves, rollouts, the history of each "
         "problem, findings. Of several runs, write what differs: configuration, curves, and results on the "
         "same held-out problems, each run compared with the first. It is one file, and a browser shows it "
@@ -69,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
         help="serve the report on this machine, and reload it while the run goes on",
     )
     parser.add_argument("--port", type=int, default=0, help="port of --watch (a free one by default)")
-    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     return parser
 
 

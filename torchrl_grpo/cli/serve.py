@@ -28,7 +28,6 @@ from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.files.socket_folder import socket_parent
-from torchrl_grpo.runtime.package_versions import VERSION
 
 if TYPE_CHECKING:
     from torchrl_grpo.inference.servers.kinds import ServerKind
@@ -75,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     variables = [f"{kind.api_key_variable} for {kind.program}" for kind in others]
     parser = Parser(
         prog="grpo-serve",
-        allow_abbrev=False,
         description=f"Serve a model to runs with inference_model.backend={' or '.join(_served())}. All "
         "other arguments are the same as for the training command.",
         epilog=f"{', or '.join([first.api_key_variable, *variables])}, holds the key that the run has to "
@@ -87,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     parser.add_argument("--uds", type=Path, help="socket file to listen on, in place of host and port")
-    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     parser.add_argument("--print", action="store_true", help="print the server's command, and do not run it")
     return parser
 

@@ -12,7 +12,6 @@ from torchrl_grpo.cli.endings import exit_codes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.metrics import METRICS
 from torchrl_grpo.runtime.files.closed_output import quiet_end
-from torchrl_grpo.runtime.package_versions import VERSION
 from torchrl_grpo.runtime.printable import printable
 
 
@@ -77,7 +76,6 @@ def show(folder: Path, baseline: str | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="grpo-sweep",
-        allow_abbrev=False,
         description="Compare the settings of a sweep: means over seeds, paired differences to the "
         "baseline, and how many more seeds are needed. It may still be going on.",
     )
@@ -89,5 +87,4 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SETTING",
         help="setting to compare with, as the table names it (the first by default)",
     )
-    parser.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
     return parser

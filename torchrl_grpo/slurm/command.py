@@ -117,7 +117,6 @@ def _slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m torchrl_grpo.slurm",
-        allow_abbrev=False,
         description="Print the batch script of a run for Slurm. All other arguments are the same as for the "
         "training command.",
     )

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m torchrl_grpo.slurm.gate", allow_abbrev=False, description=__doc__)
+    parser = Parser("python -m torchrl_grpo.slurm.gate", __doc__)
     parser.add_argument("servers", nargs="*", metavar="ADDRESS", help="address of a server")
     parser.add_argument("--ray", metavar="HOST:PORT", help="address of Ray's head")
     parser.add_argument("--nodes", type=int, default=0, help="nodes that Ray must have (0: any)")
