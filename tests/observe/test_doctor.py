@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import DataError
-from torchrl_grpo.observe.doctor import diagnose, findings
+from torchrl_grpo.observe.doctor import diagnose, findings, read_setting
 from torchrl_grpo.observe.past import Setting
 
 
@@ -134,6 +134,27 @@ def test_thresholds_follow_the_newest_configuration(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra/config.yaml").write_text(OmegaConf.to_yaml(config))
     assert [finding.rule.name for finding in findings(tmp_path)] == ["mismatch"]
+
+
+def test_the_newest_configuration_is_that_of_the_last_resumption_whatever_the_times_of_files(
+    tmp_path: Path,
+) -> None:
+    config: Any = OmegaConf.to_container(OmegaConf.structured(Config))
+    for number, name in [(3, "resume-10"), (2, "resume-9"), (1, "."), (4, "resume-x")]:
+        folder = tmp_path / ".hydra" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        config["env"]["repeats"] = number
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    assert read_setting(tmp_path, []).samples == 3
+
+
+def test_a_configuration_that_grows_with_its_aliases_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    lists = [f"l{number}: &l{number} [{', '.join([f'*l{number - 1}'] * 9)}]" for number in range(1, 30)]
+    lines = ["l0: &l0 [x]", *lists, "inference_model: {dtype: *l29}", "train_model: {autocast: 1}"]
+    (tmp_path / ".hydra/config.yaml").write_text("\n".join(lines))
+    notes: list[str] = []
+    assert read_setting(tmp_path, notes) == Setting() and "cannot be read" in notes[0]
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "a: [", "inference_model: 3", "inference_model: {dtype: 1}"])

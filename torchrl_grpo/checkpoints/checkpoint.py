@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.checkpoints.run_dir import MANIFEST, is_step, launch_command
+from torchrl_grpo.checkpoints.run_dir import MANIFEST, launch_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.derived import HELD_OUT
@@ -33,6 +33,7 @@ from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
+from torchrl_grpo.runtime.files.run_records import is_step
 from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
 from torchrl_grpo.runtime.quoting import quote_if_needed
 

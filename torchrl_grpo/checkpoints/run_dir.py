@@ -21,6 +21,7 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.public import public_overrides
 from torchrl_grpo.errors import CheckpointError, ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
+from torchrl_grpo.runtime.files.run_records import RESUMED, is_step, newest_record
 from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular, read_small
 from torchrl_grpo.runtime.invocation import program
 
@@ -30,8 +31,6 @@ LOCK = ".lock"
 AUTO_OR_NEW = "auto_or_new"
 # End of the name of a folder whose run began again in another one.
 SET_ASIDE = ".set-aside"
-# Beginning of the name of the record of a resumption, before its number.
-_RESUMED = "resume-"
 # Hydra settings that a resumed run must not repeat: its folders, and those that this project's command line
 # sets by itself.
 _NOT_REPEATED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
@@ -42,12 +41,6 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     manifests = run_dir.glob(f"checkpoints/*/{MANIFEST}")
     folders = [manifest.parent for manifest in manifests if is_step(manifest.parent.name)]
     return sorted(folders, key=lambda folder: int(folder.name))
-
-
-def is_step(name: str) -> bool:
-    """Return whether the name of a folder is the number of a step."""
-    # isdigit() also holds for "²", which int() does not take.
-    return name.isascii() and name.isdigit()
 
 
 def explain(error: BaseException, run_dir: Path) -> ConfigError | None:
@@ -195,14 +188,6 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     return folder
 
 
-def newest_record(run_dir: Path) -> Path:
-    """Return the folder of Hydra's record of the last resumption of a run, or else of its first start."""
-    record = run_dir / ".hydra"
-    numbers = [path.name.removeprefix(_RESUMED) for path in record.glob(f"{_RESUMED}*")]
-    resumptions = [int(number) for number in numbers if is_step(number)]
-    return record / f"{_RESUMED}{max(resumptions)}" if resumptions else record
-
-
 def public_command(record: Path) -> str:
     """Return the command of a start of a run without what may be secret; empty without a record.
 
@@ -282,9 +267,9 @@ class ResumeRecord:
         self._run_dir = run_dir
         self._before = self._results()
         number = 1
-        while (run_dir / ".hydra" / f"{_RESUMED}{number}").exists():
+        while (run_dir / ".hydra" / f"{RESUMED}{number}").exists():
             number += 1
-        self.name = f".hydra/{_RESUMED}{number}"
+        self.name = f".hydra/{RESUMED}{number}"
 
     def undo(self) -> None:
         """Remove the record, unless the run has written anything since.

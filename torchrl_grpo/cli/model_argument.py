@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.checkpoints.run_dir import MANIFEST, complete_checkpoints, holds_run, is_step
+from torchrl_grpo.checkpoints.run_dir import MANIFEST, complete_checkpoints, holds_run
 from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.foreign_code import keys_with_code
@@ -16,6 +16,7 @@ from torchrl_grpo.config.resume import EARLIER_NAMES
 from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError, first_line
 from torchrl_grpo.models import on_hub
 from torchrl_grpo.runtime import hub
+from torchrl_grpo.runtime.files.run_records import is_step
 from torchrl_grpo.runtime.paths import expanded
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.observe.guards import Finding, Guards
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, ROLLOUTS
 from torchrl_grpo.observe.past import Setting
-from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
+from torchrl_grpo.runtime.files.run_records import DAMAGED, newest_record, read_yaml
+from torchrl_grpo.runtime.files.shared_files import open_regular
 
 _SUMMARY = "summary.json"
 # Longest line that is read. A response has at most some hundred thousand tokens.
@@ -132,14 +131,14 @@ def read_setting(folder: Path, notes: list[str]) -> Setting:
         folder: folder of the run.
         notes: list that is told if there is no record, or if it cannot be read.
     """
-    records = [*folder.glob(".hydra/config.yaml"), *folder.glob(".hydra/resume-*/config.yaml")]
-    for path in sorted(records, key=lambda path: path.stat().st_mtime_ns)[-1:]:
-        try:
-            return Setting.of(yaml.safe_load(read_regular(path)))
-        except (OSError, ValueError, OverflowError, yaml.YAMLError, RecursionError, KeyError, TypeError):
-            notes.append(f"{path.relative_to(folder)} cannot be read, so thresholds are the usual ones")
-    if not records:
-        notes.append(".hydra/config.yaml is missing, so thresholds are the usual ones")
+    path = newest_record(folder) / "config.yaml"
+    try:
+        return Setting.of(read_yaml(path))
+    except FileNotFoundError:
+        state = "is missing"
+    except (OSError, OverflowError, KeyError, TypeError, *DAMAGED):
+        state = "cannot be read"
+    notes.append(f"{path.relative_to(folder)} {state}, so thresholds are the usual ones")
     return Setting()
 
 

@@ -15,13 +15,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from torchrl_grpo.checkpoints.run_dir import newest_record, public_command
+from torchrl_grpo.checkpoints.run_dir import public_command
 from torchrl_grpo.config.public import public_entries, public_overrides
 from torchrl_grpo.config.schema import Config, keys
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.rewards.registry import eval_reward_name
+from torchrl_grpo.runtime.files.run_records import DAMAGED, newest_record, read_yaml
 from torchrl_grpo.runtime.files.shared_files import read_small, replace
 from torchrl_grpo.runtime.package_versions import versions
 
@@ -63,7 +62,7 @@ def about(run_dir: Path) -> dict[str, Any]:
     hydra = _record_of(run_dir)
     overrides = None if hydra is None else _read(hydra / "overrides.yaml")
     words = [word for word in overrides if isinstance(word, str)] if isinstance(overrides, list) else []
-    recorded = {} if hydra is None else _as_mapping(jsonable(_read(run_dir / RECORD, json.loads)))
+    recorded = {} if hydra is None else _as_mapping(jsonable(_read(run_dir / RECORD, _read_json)))
     return {
         **{
             name: recorded[name] if isinstance(recorded.get(name), kind) else kind()
@@ -129,25 +128,16 @@ def _flat(
     return entries
 
 
-class _Loader(yaml.SafeLoader):
-    """Loads no aliases, which Hydra does not write: as text, they may be huge or endless."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias")
-        return super().compose_node(parent, index)
-
-
-def _load_yaml(content: bytes) -> Any:
-    return yaml.load(content, _Loader)
-
-
-def _read(path: Path, parse: Callable[[bytes], Any] = _load_yaml) -> Any:
+def _read(path: Path, parse: Callable[[Path], Any] = read_yaml) -> Any:
     try:
-        return parse(read_small(path))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return parse(path)
+    except (OSError, *DAMAGED):
         # The folder may be a copy of the measurements alone.
         return None
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(read_small(path))
 
 
 def _as_mapping(value: Any) -> dict[str, Any]:

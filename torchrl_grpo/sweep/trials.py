@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from torchrl_grpo.checkpoints.run_dir import SET_ASIDE
 from torchrl_grpo.config.public import public_overrides
 from torchrl_grpo.observe.held_out import PRIMARY, held_out
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS
 from torchrl_grpo.observe.report import of_ended_run
 from torchrl_grpo.report.lines import GrowingFile
-from torchrl_grpo.runtime.files.shared_files import read_regular
+from torchrl_grpo.runtime.files.run_records import DAMAGED, read_yaml
 
 # Written into the folder of a trial that the sweep has ended early.
 STOPPED = "stopped_early.json"
@@ -134,8 +132,8 @@ def _named(key: str, value: str | None, values: Sequence[str | None]) -> str:
 
 def _yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(read_regular(path))
-    except (FileNotFoundError, ValueError, yaml.YAMLError, RecursionError):
+        return read_yaml(path)
+    except (FileNotFoundError, *DAMAGED):
         # The folder may be a copy of the measurements alone.
         return None
 
