@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,22 @@ def test_a_signal_reaches_the_process_and_one_that_has_not_begun_does_not_begin(
     late = TrialProcess(str(tmp_path), "2", None)
     late.stop(signal.SIGTERM)
     assert run(late, "print('begun')", tmp_path) is None and (tmp_path / "2.log").read_text() == ""
+
+
+def test_a_signal_while_a_process_begins_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, begin = TrialProcess(str(tmp_path), "1", None), subprocess.Popen
+    stops: list[threading.Thread] = []
+
+    def begin_slowly(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        stops.append(threading.Thread(target=process.stop, args=(signal.SIGTERM,)))
+        stops[0].start()
+        # Without waiting for each other, the other thread would be through by now.
+        stops[0].join(0.2)
+        return begin(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", begin_slowly)
+    assert run(process, "import signal; signal.sigwait([signal.SIGUSR1])", tmp_path) == -signal.SIGTERM
+    stops[0].join()
 
 
 def test_a_trial_waits_until_the_process_before_has_left_its_folder(tmp_path: Path) -> None:

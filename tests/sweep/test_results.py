@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_files import HOSTILE, Elements, payload
+from run_files import HOSTILE, Elements, payload, write_lines
 from sweep_files import write_sweep, write_trial
 
 from torchrl_grpo.cli.sweep import main
@@ -85,6 +85,91 @@ def test_grades_that_are_not_the_metric_leave_the_seeds(tmp_path: Path) -> None:
     write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7})
     (tmp_path / "0/evaluations.jsonl").write_text('{"step": 10, "id": 1, "grade": 7}\n')
     assert compared(tmp_path)["optimizer.lr=2"]["difference"]["problems"] == 1
+
+
+def test_equal_differences_of_few_seeds_without_grades_show_nothing(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7}, seeds=2)
+    for trial, value in zip(("0", "1", "2", "3"), (0.865, 0.86, 0.905, 0.9), strict=True):
+        (tmp_path / trial / "evaluations.jsonl").unlink()
+        write_lines(tmp_path / trial / "metrics.jsonl", [{"step": 10, "eval/accuracy": value}])
+    difference = compared(tmp_path)["optimizer.lr=2"]["difference"]
+    assert difference["verdict"] == "not distinguishable" and difference["interval"] is None
+    assert "needs more seeds, as these are equal" in screen(results(read_sweep(tmp_path)))
+
+
+@pytest.mark.parametrize("last", [None, "nan"])
+def test_a_trial_whose_last_loss_is_not_finite_does_not_count_with_an_earlier_one(
+    tmp_path: Path, last: Any
+) -> None:
+    for number, (word, loss) in enumerate([("lr=1", 2.0), ("lr=1", 2.1), ("lr=2", 1.0), ("lr=2", last)]):
+        trial = write_trial(tmp_path / str(number), number % 2, f"optimizer.{word}", grades=[0.0])
+        values = [{"step": 0, "eval/loss": 1.5}, {"step": 10, "eval/loss": loss}]
+        write_lines(trial / "metrics.jsonl", values)
+    entries = results(read_sweep(tmp_path))
+    diverged = entries["settings"][1]
+    assert diverged["mean"] is None and diverged["states"] == {"ended": 1, "ended without a value": 1}
+    assert entries["best"] == "optimizer.lr=1" and "1 ended without a value" in screen(entries)
+    assert entries["settings"][0]["mean"] == pytest.approx(-2.05) and "-loss" in screen(entries)
+
+
+def test_settings_of_another_metric_are_not_compared(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"train.method=grpo": 0.4, "train.method=sft": 0.5, "train.method=x": 0.7}, seeds=2)
+    for trial in ("2", "3"):
+        write_lines(tmp_path / trial / "metrics.jsonl", [{"step": 10, "eval/primary": 70.0}])
+    entries = results(read_sweep(tmp_path))
+    assert entries["best"] == "train.method=x" and entries["comparisons"] == 1
+    assert entries["settings"][1]["difference"] is None and entries["settings"][1]["mean"] == 70
+    expected = (
+        "train.method=sft was measured by eval/primary and not by eval/accuracy, so it is not compared."
+    )
+    assert entries["notes"] == [expected] and expected in screen(entries)
+
+
+def test_what_limits_a_comparison_is_said(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"eval.temperature=0": 0.4, "eval.temperature=1": 0.7}, seeds=2)
+    for trial in ("2", "3"):
+        path = tmp_path / trial / "evaluations.jsonl"
+        path.write_text(path.read_text().replace('"id": ', '"id": 5'))
+    write_trial(tmp_path / "4", 1, "eval.temperature=1", "env=gsm8k", grades=[1.0, 1.0])
+    entries = results(read_sweep(tmp_path))
+    assert entries["settings"][1]["difference"]["problems"] == 1
+    assert entries["notes"] == [
+        "2 trials of eval.temperature=1 have seed 1; only the last that has ended counts.",
+        "Settings are measured in different ways, so their values need not mean the same: eval.temperature.",
+        "Held-out problems differ from those of the baseline, so nothing is paired by them: "
+        "eval.temperature=1.",
+    ]
+
+
+def test_files_that_no_run_wrote_end_nothing(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7}, seeds=2)
+    (tmp_path / "0/.hydra/overrides.yaml").write_text("a: [")
+    (tmp_path / "1/.hydra/config.yaml").write_text("- &a [*a]")
+    (tmp_path / "1/summary.json").write_bytes(b"\xff")
+    rows: list[dict[str, Any]] = [
+        {"step": 5, "eval/accuracy": "0.5"},
+        {"step": 6, "eval/accuracy": float("nan"), "eval/loss": [1]},
+        {"step": 7, "eval/accuracy": 10**400},
+        {"step": 3, "eval/accuracy": 0.1},
+        {"step": 10, "eval/accuracy": 0.5, "eval/accuracy_low": "low"},
+    ]
+    write_lines(tmp_path / "2/metrics.jsonl", rows)
+    grades = [{"step": 10, "id": [1], "grade": float("nan")}, {"step": 3, "grade": 1}]
+    write_lines(tmp_path / "2/evaluations.jsonl", [*grades, {"step": 10, "id": {}, "grade": 10**400}])
+    main([str(tmp_path)])
+    third = read_sweep(tmp_path)[2]
+    assert (third.values, third.bounds, third.grades) == ([0.5], [(0.5, 0.5)], {})
+
+
+def test_a_trial_without_an_evaluation_takes_no_curve_away(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"optimizer.lr=1": 0.4}, seeds=3)
+    write_lines(tmp_path / "2/metrics.jsonl", [{"step": 1, "reward/mean": 0.1}])
+    for trial in ("0", "1"):
+        values = [{"step": step, "eval/loss": 1.0 + int(trial)} for step in (0, 10)]
+        write_lines(tmp_path / trial / "metrics.jsonl", values)
+    main([str(tmp_path)])
+    (curve,) = payload((tmp_path / "sweep.html").read_text())["sweep"]["curves"]
+    assert curve["steps"] == [0, 10] and curve["metrics"]["eval/loss"] == [1.5, 1.5]
 
 
 def test_the_command_writes_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,9 @@ def test_a_setting_that_was_begun_is_read_from_its_folder(tmp_path: Path) -> Non
     words = ["env.num_envs=4", "optimizer.lr=2.5e-05", "env.repeats=3", "policy=dapo", "seed=0", "resume=x"]
     (tmp_path / ".hydra/overrides.yaml").write_text(json.dumps(words))
     assert space.recorded(tmp_path) == {"optimizer.lr": 2.5e-5, "env.repeats": 3, "policy": "dapo"}
+    for damaged in ("[a", "{}", json.dumps(["optimizer.lr=many", *words[2:]]), json.dumps(words[2:])):
+        (tmp_path / ".hydra/overrides.yaml").write_text(damaged)
+        assert space.recorded(tmp_path) is None
 
 
 @pytest.mark.slow

@@ -79,6 +79,12 @@ def test_a_small_difference_needs_more_seeds_and_a_large_one_none() -> None:
     assert needed[2] == pytest.approx(51, abs=2)
 
 
+def test_a_stricter_interval_needs_more_seeds() -> None:
+    differences = np.array([[-0.03], [0.02], [0.07]])
+    usual, strict = (statistics.seeds_needed(differences, level) for level in (0.95, 0.99))
+    assert usual is not None and strict is not None and strict > usual
+
+
 def test_where_problems_are_too_few_no_number_of_seeds_is_enough() -> None:
     of_problems = np.array([-1.0, 0.9, 1.0, -0.8])
     assert statistics.seeds_needed(np.tile(of_problems, (3, 1)) + 0.001 * np.eye(3, 4)) is None

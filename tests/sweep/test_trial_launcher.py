@@ -19,7 +19,7 @@ from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL
 from torchrl_grpo.sweep.hopeless import hopeless
-from torchrl_grpo.sweep.launcher import TrialOptions, _failure, _Run, _Trial
+from torchrl_grpo.sweep.launcher import TrialOptions, _failure, _last_words, _Run, _Trial
 from torchrl_grpo.sweep.table import FAILED, RUNNING, WAITING, Row, StateTable
 from torchrl_grpo.sweep.trials import ENDED, STOPPED, STOPPED_EARLY, Trial
 
@@ -41,6 +41,8 @@ def test_a_trial_is_hopeless_if_it_was_below_another_of_its_seed_often_enough() 
     assert hopeless(trials, 2) == [bad] and hopeless(trials, 1) == [bad]
     assert hopeless(trials, 3) == [], "all were alike at the start"
     assert hopeless([good, evaluated("ended", 0, 0.1, 0.2, 0.3, state=ENDED)], 1) == []
+    other_metric = replace(bad, metric="eval/loss")
+    assert hopeless([good, other_metric], 1) == []
     assert hopeless([evaluated("ahead", 0, 0.1, 0.2, 0.3, 0.4), good], 1) == [], "no other has come so far"
 
 
@@ -98,6 +100,35 @@ def test_the_error_of_a_failed_trial_names_cause_log_and_fix(tmp_path: Path) -> 
     for part in ("1 of 2 trials failed (1)", "code 2", "row 17", f"{tmp_path}/1.log", "sweep.resume="):
         assert part in str(failure)
     assert _failure(tmp_path, [good]) is None
+
+
+def test_a_damaged_record_of_a_trial_refuses_nothing(tmp_path: Path) -> None:
+    write_trial(tmp_path / "0", 0, "optimizer.lr=1", grades=[1.0], ended=False)
+    for text in ("[a", "3", "[1, 2"):
+        (tmp_path / "0/.hydra/overrides.yaml").write_text(text)
+        _Trial(tmp_path, "0", ["optimizer.lr=1"], OPTIONS).check()
+
+
+def test_files_of_a_trial_that_cannot_be_read_do_not_end_the_sweep(tmp_path: Path) -> None:
+    write_trial(tmp_path / "0", 0, "optimizer.lr=1", grades=[1.0], ended=False)
+    trial = _Trial(tmp_path, "0", ["optimizer.lr=1"], OPTIONS)
+    before = trial.row.trial
+    assert before is not None and before.steps == [0, 10]
+    overrides = tmp_path / "0/.hydra/overrides.yaml"
+    overrides.unlink()
+    overrides.mkdir()
+    trial.read()
+    assert trial.row.trial is before and trial.row.state == WAITING
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "1.log"
+    with log.open("w") as file:
+        file.write("error: long ago\n")
+        file.truncate(2**36)
+        file.seek(0, os.SEEK_END)
+        file.write("\nerror: row 17 has no answer\nclosing\n")
+    assert _last_words(log) == " (error: row 17 has no answer)"
 
 
 def test_changes_of_state_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

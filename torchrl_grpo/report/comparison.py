@@ -13,7 +13,7 @@ from torchrl_grpo.report import paired
 from torchrl_grpo.report.held_out import MOST_PROBLEMS
 
 # Which problems are held out. Other keys may change their prompts, and a problem is then still the same.
-_DATA = (
+DATA = (
     "env.dataset",
     "env.task",
     "env.task_args",
@@ -27,7 +27,7 @@ _DATA = (
     "env.mixture",
 )
 # How a response is asked for and graded.
-_MEASURING = (
+MEASURING = (
     "env.answer_format",
     "env.environment_args",
     "env.max_turns",
@@ -111,7 +111,7 @@ class Comparison:
                 f"{self._names[0]} was graded by {self._graders[0]} and {self._names[1]} by "
                 f"{self._graders[1]}, so grades are not compared, and rewards only where both have the name."
             )
-        if keys := [key for key in self._differing or [] if key in _MEASURING]:
+        if keys := [key for key in self._differing or [] if key in MEASURING]:
             yield f"They were measured in different ways: {', '.join(keys)}."
 
     def _moments(self) -> list[tuple[int, int]]:
@@ -148,7 +148,7 @@ class Comparison:
     def _shared(self, first: Answers, second: Answers) -> tuple[Sequence[str], list[str]]:
         """Return the problems to compare, and what limits them."""
         same, other = paired.shared_problems(first, second)
-        data = [key for key in self._differing or [] if key in _DATA]
+        data = [key for key in self._differing or [] if key in DATA]
         where = f" Their data differ: {', '.join(data)}." if data else ""
         if not same and not other:
             return [], [f"They share no held-out problem.{where}"]

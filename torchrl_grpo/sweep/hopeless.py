@@ -31,6 +31,8 @@ def _is_below(trial: Trial, at: int, trials: Sequence[Trial]) -> bool:
     lows = [
         other.bounds[other.steps.index(step)][0]
         for other in trials
-        if other is not trial and other.seed == trial.seed and step in other.steps
+        if other is not trial
+        and (other.seed, other.metric) == (trial.seed, trial.metric)
+        and step in other.steps
     ]
     return any(high < low for low in lows)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
@@ -31,7 +30,7 @@ from torchrl_grpo.sweep import plugins
 from torchrl_grpo.sweep.hopeless import hopeless
 from torchrl_grpo.sweep.processes import TrialProcess
 from torchrl_grpo.sweep.table import FAILED, RUNNING, WAITING, Row, StateTable
-from torchrl_grpo.sweep.trials import STOPPED, STOPPED_EARLY, UNFINISHED, read_trial
+from torchrl_grpo.sweep.trials import STOPPED, STOPPED_EARLY, UNFINISHED, read_trial, recorded_overrides
 
 if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
 # Seconds between two looks at the files of the trials.
 _LOOK_S = 3.0
+# Bytes at the end of a log that are searched for an error.
+_TAIL = 2**18
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ class _Trial:
         Raises:
             ConfigError: the folder has a trial of another setting.
         """
-        path = self.folder / ".hydra/overrides.yaml"
-        recorded = yaml.safe_load(path.read_text()) if path.is_file() else None
+        recorded = recorded_overrides(self.folder)
         missing = [word for word in self.words if recorded is not None and word not in recorded]
         if missing:
             raise ConfigError(
@@ -129,10 +129,15 @@ class _Trial:
 
     def read(self) -> None:
         """Read what the trial has written."""
-        if (self.folder / METRICS).is_file():
+        if not (self.folder / METRICS).is_file():
+            return
+        try:
             self.row.trial = read_trial(self.folder, with_grades=False)
-            if self.row.trial.state != UNFINISHED:
-                self.row.state = self.row.trial.state
+        except OSError:
+            # Somebody has removed or closed the folder. The trial itself says so, and the others go on.
+            return
+        if self.row.trial.state != UNFINISHED:
+            self.row.state = self.row.trial.state
 
     def stop(self, number: int) -> None:
         """Send a signal to the trial's process."""
@@ -154,10 +159,9 @@ class _Trial:
     def result(self, failure: UserError | None) -> JobReturn:
         """Return what Hydra's sweepers want: the held-out value, or an error."""
         returned = JobReturn(overrides=self.words, working_dir=str(self.folder), task_name="trial")
-        values = self.row.trial.values if self.row.trial is not None else []
         is_failed = self.row.state == FAILED
         returned.status = JobStatus.FAILED if is_failed else JobStatus.COMPLETED
-        returned.return_value = failure if is_failed else (values[-1] if values else None)
+        returned.return_value = failure if is_failed else self.row.trial and self.row.trial.final
         return returned
 
 
@@ -275,7 +279,10 @@ def _last_words(log: Path) -> str:
     """Return the last line of a log that says what went wrong; the last one if none does."""
     if not log.is_file():
         return ""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        text = file.read().decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"error: |\w*(Error|Exception)\b", line)]
     last = (errors or lines)[-1:]
     return f" ({last[0][:300]})" if last else ""

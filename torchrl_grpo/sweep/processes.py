@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class TrialProcess:
         self._folder, self._name, self._cores = Path(folder), name, cores
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
+        # No signal may come between the question whether to begin and the beginning.
+        self._beginning = threading.Lock()
 
     def placed(self) -> None:
         """Answer once Ray has given this actor its devices."""
@@ -49,24 +52,26 @@ class TrialProcess:
         own = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if os.environ.get(name)}
         with self._own_cores(), (self._folder / f"{self._name}.log").open("ab") as log:
             self._wait_until_left()
-            if self._is_stopped:
-                return None
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**environment, **own},
-                cwd=directory,
-                # Only the sweep handles Ctrl-C.
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            with self._beginning:
+                if self._is_stopped:
+                    return None
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**environment, **own},
+                    cwd=directory,
+                    # Only the sweep handles Ctrl-C.
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
             return self._process.wait()
 
     def stop(self, number: int) -> None:
         """Send a signal to the process, or let it not begin."""
-        self._is_stopped = True
+        with self._beginning:
+            self._is_stopped = True
         if self._process is not None:
             self._process.send_signal(signal.Signals(number))
 

@@ -7,6 +7,7 @@ first setting unless another is named.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ import numpy as np
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.runtime.files.shared_files import replace
-from torchrl_grpo.sweep import statistics
-from torchrl_grpo.sweep.trials import ENDED, STOPPED_EARLY, Trial, settings
+from torchrl_grpo.sweep import limits, statistics
+from torchrl_grpo.sweep.trials import ENDED, STOPPED_EARLY, Trial, metric_of, settings
 
 RESULTS = "sweep.json"
 BETTER, WORSE, OPEN = "better", "worse", "not distinguishable"
+# A trial whose last value was not finite, or that has no evaluation.
+_WITHOUT = "ended without a value"
+_TOO_FEW = "needs at least 2 seeds in common"
+# Names in the table. A larger value is better, so a loss is negative.
+_SHORT = {"eval/primary": "primary", "eval/accuracy": "accuracy", "eval/loss": "-loss"}
+# Differences below this are rounding.
+_ROUNDING = 1e-9
 
 
 def results(trials: Sequence[Trial], baseline: str | None = None) -> dict[str, Any]:
@@ -43,21 +51,26 @@ def results(trials: Sequence[Trial], baseline: str | None = None) -> dict[str, A
         )
     first = next(iter(groups), None) if baseline is None else baseline
     entries = [_setting(name, group) for name, group in groups.items()]
-    others = [entry for entry in entries if entry["name"] != first and entry["mean"] is not None]
+    measured = trials if first is None else [*groups[first], *trials]
+    metric = metric_of(measured)
+    # Means of different metrics are not in one order.
+    ranked = [
+        entry for entry in entries if entry["mean"] is not None and metric_of(groups[entry["name"]]) == metric
+    ]
+    others = [entry for entry in ranked if entry["name"] != first]
     # Of several comparisons, one would otherwise be a false finding more often than once in 20 sweeps.
     strict = 1 - (1 - statistics.LEVEL) / max(1, len(others))
-    compared = [entry for entry in entries if entry["name"] == first and entry["mean"] is not None]
     for entry in entries:
         entry["difference"] = None
-        if compared and entry in others:
-            entry["difference"] = _difference(groups[entry["name"]], groups[compared[0]["name"]], strict)
-    ranked = sorted(others + compared, key=_mean)
+        if first is not None and len(ranked) > len(others) and entry in others:
+            entry["difference"] = _difference(groups[entry["name"]], groups[first], strict)
     return {
-        "metric": next((trial.metric for trial in trials if trial.metric), ""),
+        "metric": metric,
         "level": statistics.LEVEL,
         "baseline": first,
         "comparisons": len(others),
-        "best": ranked[-1]["name"] if ranked else None,
+        "best": max(ranked, key=_mean)["name"] if ranked else None,
+        "notes": [*limits.of_groups(groups, metric), *limits.of_pairs(entries, groups, first)],
         "settings": entries,
         "trials": [_trial(trial) for trial in trials],
     }
@@ -76,7 +89,7 @@ def write(folder: Path, entries: Mapping[str, Any]) -> Path:
 
 def table(entries: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table of settings, the best first, below the names of the columns."""
-    metric = entries["metric"].removeprefix("eval/") or "held-out"
+    metric = _SHORT.get(entries["metric"], "held-out")
     ranked = sorted(entries["settings"], key=lambda entry: -_mean(entry))
     names = ("setting", "seeds", metric, "95 %", "difference", "")
     return [names, *(_row(entry, entries["baseline"]) for entry in ranked)]
@@ -92,14 +105,15 @@ def screen(entries: Mapping[str, Any]) -> str:
 
 def _setting(name: str, group: Sequence[Trial]) -> dict[str, Any]:
     ended = _by_seed(group)
-    # Seeds that were stopped did badly, so the mean of the others says too much.
-    is_whole = not any(trial.state == STOPPED_EARLY for trial in group)
+    states = Counter(_state(trial) for trial in group)
+    # Seeds that were stopped did badly, and so did those that diverged. The mean of the others says too much.
+    is_whole = not states[STOPPED_EARLY] and not states[_WITHOUT]
     mean, bounds = _mean_of(_matrix([list(ended.values())])) if ended and is_whole else (None, None)
     return {
         "name": name,
         "seeds": sorted(ended),
         "values": {str(seed): trial.values[-1] for seed, trial in sorted(ended.items())},
-        "states": {state: sum(trial.state == state for trial in group) for state in {t.state for t in group}},
+        "states": dict(states),
         "mean": mean,
         "interval": bounds,
     }
@@ -114,11 +128,10 @@ def _difference(group: Sequence[Trial], baseline: Sequence[Trial], strict: float
     mean, bounds = _mean_of(values)
     entry: dict[str, Any] = {"mean": mean, "interval": bounds, "seeds": seeds, "problems": values.shape[1]}
     if bounds is None:
-        # One seed shows nothing of how seeds differ.
         return {**entry, "verdict": OPEN, "permutation_p": None, "more_seeds": None}
     center, half = statistics.interval(values, strict)
     is_open = abs(float(center)) <= float(half)
-    needed = statistics.seeds_needed(values) if is_open else None
+    needed = statistics.seeds_needed(values, strict) if is_open else None
     return {
         **entry,
         "verdict": OPEN if is_open else BETTER if mean > 0 else WORSE,
@@ -128,7 +141,11 @@ def _difference(group: Sequence[Trial], baseline: Sequence[Trial], strict: float
 
 
 def _by_seed(group: Sequence[Trial]) -> dict[int, Trial]:
-    return {trial.seed: trial for trial in group if trial.state == ENDED and trial.values}
+    return {trial.seed: trial for trial in group if trial.state == ENDED and trial.final is not None}
+
+
+def _state(trial: Trial) -> str:
+    return _WITHOUT if trial.state == ENDED and trial.final is None else trial.state
 
 
 def _matrix(columns: Sequence[Sequence[Trial]]) -> statistics.Values:
@@ -143,7 +160,8 @@ def _matrix(columns: Sequence[Sequence[Trial]]) -> statistics.Values:
 
 
 def _mean_of(values: statistics.Values) -> tuple[float, list[float] | None]:
-    if len(values) < 2:
+    # One seed shows nothing of how seeds differ, and without grades neither do a few equal values.
+    if len(values) < 2 or (values.shape[1] == 1 and np.ptp(values) < _ROUNDING):
         return float(values.mean()), None
     mean, half = statistics.interval(values)
     return float(mean), [float(mean - half), float(mean + half)]
@@ -192,16 +210,18 @@ def _advice(difference: Mapping[str, Any] | None) -> str:
     if difference is None or difference["verdict"] != OPEN:
         return ""
     if difference["interval"] is None:
-        return "needs at least 2 seeds in common"
+        return "needs more seeds, as these are equal" if len(difference["seeds"]) > 1 else _TOO_FEW
     more = difference["more_seeds"]
-    return "no number of seeds would do" if more is None else f"about {more} more seeds"
+    if more is None:
+        return "no number of seeds would do"
+    return "about 1 more seed" if more == 1 else f"about {more} more seeds"
 
 
 def verdict(entries: Mapping[str, Any]) -> list[str]:
-    """Return the sentences that say which setting won."""
-    best, baseline = entries["best"], entries["baseline"]
+    """Return the sentences that say which setting won, and what limits that."""
+    best, baseline, notes = entries["best"], entries["baseline"], entries["notes"]
     if best is None:
-        return ["No trial has ended with a held-out value, so nothing can be compared."]
+        return ["No trial has ended with a held-out value, so nothing can be compared.", *notes]
     differences = {entry["name"]: entry["difference"] for entry in entries["settings"]}
     if best == baseline:
         verdicts = [each["verdict"] for each in differences.values() if each is not None]
@@ -219,7 +239,7 @@ def verdict(entries: Mapping[str, Any]) -> list[str]:
             f"A difference counts as better or worse if its interval at {_strict(entries):.1%} excludes 0, "
             f"because {entries['comparisons']} are looked at."
         )
-    return lines
+    return [*lines, *notes]
 
 
 def _strict(entries: Mapping[str, Any]) -> float:

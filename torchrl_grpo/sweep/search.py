@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.plugins import Plugins
@@ -24,7 +23,7 @@ from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.metrics import METRICS
 from torchrl_grpo.sweep import plugins
-from torchrl_grpo.sweep.trials import read_trial
+from torchrl_grpo.sweep.trials import read_trial, recorded_overrides
 
 if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
@@ -107,7 +106,7 @@ class SearchSweeper(Sweeper):
 
         trials = [folder / str(first + at) for at in range(len(ended))]
         read = [read_trial(path, with_grades=False) for path in trials if (path / METRICS).is_file()]
-        values = [each.values[-1] for each in read if each.values]
+        values = [each.final for each in read if each.final is not None]
         failed = len(values) < len(ended) or any(each.status == JobStatus.FAILED for each in ended)
         if failed:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -149,16 +148,16 @@ class Space:
 
     def recorded(self, folder: Path) -> dict[str, Any] | None:
         """Return the setting of a trial of a sweep that goes on; None if it has not begun."""
-        path = folder / ".hydra/overrides.yaml"
-        if not path.is_file():
-            return None
-        words = dict(word.partition("=")[::2] for word in yaml.safe_load(path.read_text()))
+        words = dict(word.partition("=")[::2] for word in recorded_overrides(folder) or ())
         types = {"FloatDistribution": float, "IntDistribution": int}
-        return {
-            key: types.get(type(each).__name__, str)(words[key])
-            for key, each in self.distributions.items()
-            if key in words
-        }
+        try:
+            return {
+                key: types.get(type(each).__name__, str)(words[key])
+                for key, each in self.distributions.items()
+            }
+        except (KeyError, ValueError):
+            # The record is missing or damaged, or of another search, which the launcher refuses.
+            return None
 
 
 def _distribution(key: str, override: Override) -> BaseDistribution:

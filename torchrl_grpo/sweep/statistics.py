@@ -81,13 +81,14 @@ def interval(values: Values, level: float = LEVEL) -> tuple[Values, Values]:
     return values.mean((-1, -2)), half
 
 
-def seeds_needed(differences: Values) -> int | None:
+def seeds_needed(differences: Values, level: float = LEVEL) -> int | None:
     """Return the number of seeds with which the measured difference would most likely be told from 0.
 
     It assumes that the difference and its variances are as measured.
 
     Args:
         differences: differences ``[S, P]`` with S >= 2.
+        level: coverage of the interval that shall exclude 0.
 
     Returns:
         The number, at least S; None if more seeds are not enough, as the problems are too few or the
@@ -98,7 +99,7 @@ def seeds_needed(differences: Values) -> int | None:
     for count in range(seeds, MOST_SEEDS + 1):
         error = np.sqrt(estimate.seeds * seeds / count + estimate.problems)
         freedom = max(count - 1, 1) if problems == 1 else max(float(estimate.freedom), count - 1)
-        if measured > (stats.t.ppf((1 + LEVEL) / 2, freedom) + stats.norm.ppf(POWER)) * error:
+        if measured > (stats.t.ppf((1 + level) / 2, freedom) + stats.norm.ppf(POWER)) * error:
             return count
     return None
 

@@ -6,6 +6,7 @@ A trial is an ordinary run. Only its files are read, so any launcher may have st
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchrl_grpo.config.public import public_overrides
 from torchrl_grpo.observe.held_out import PRIMARY, held_out
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS
 from torchrl_grpo.observe.report import of_ended_run
+from torchrl_grpo.report.columns import number
 from torchrl_grpo.report.lines import GrowingFile
 from torchrl_grpo.runtime.files.run_records import DAMAGED, read_yaml
 
@@ -44,6 +46,7 @@ class Trial:
         values: held-out value of each; larger is better.
         bounds: 95 % interval of each over problems.
         grades: mean grade of each held-out problem in the last evaluation; empty if they are not recorded.
+        last_step: last step of the metrics.
     """
 
     name: str
@@ -55,6 +58,13 @@ class Trial:
     values: list[float] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
     grades: dict[str, float] = field(default_factory=dict)
+    last_step: int = -1
+
+    @property
+    def final(self) -> float | None:
+        """Held-out value at the end; None before it, and if that value was not finite, as a diverged loss."""
+        is_last = self.state == STOPPED_EARLY or (self.state == ENDED and self.steps[-1:] == [self.last_step])
+        return self.values[-1] if is_last and self.values else None
 
 
 def read_sweep(folder: Path) -> list[Trial]:
@@ -81,28 +91,36 @@ def read_trial(folder: Path, *, with_grades: bool = True) -> Trial:
     Raises:
         OSError: a file cannot be read.
     """
-    words = _yaml(folder / ".hydra/overrides.yaml")
     config = _yaml(folder / ".hydra/config.yaml")
-    texts = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
-    pairs = (word.lstrip("+").partition("=") for word in texts)
+    pairs = (word.lstrip("+").partition("=") for word in recorded_overrides(folder) or ())
     overrides = {key: value for key, _, value in pairs if key.split(".")[0] not in _NOT_COMPARED}
     seed = config.get("seed") if isinstance(config, dict) else None
     trial = Trial(folder.name, overrides, seed if type(seed) is int else 0)
-    last_step = -1
-    for row in GrowingFile(folder / METRICS).new_lines():
-        last_step = row["step"]
-        if (result := held_out(row)) is not None:
-            trial.metric = next(name for name in PRIMARY if row.get(name) is not None)
+    for row in GrowingFile(folder / METRICS).new_lines(skip_falls=True):
+        trial.last_step = row["step"]
+        finite = {name: value for name, value in row.items() if math.isfinite(number(value))}
+        if (result := held_out(finite)) is not None:
+            trial.metric = next(name for name in PRIMARY if name in finite)
             trial.steps.append(row["step"])
             trial.values.append(result.value)
             trial.bounds.append((result.low, result.high))
-    if of_ended_run(folder, last_step) is not None:
+    if of_ended_run(folder, trial.last_step) is not None:
         trial.state = ENDED
     elif (folder / STOPPED).is_file():
         trial.state = STOPPED_EARLY
     if trial.steps and with_grades:
         trial.grades = _grades(folder / EVALUATIONS, trial.steps[-1], trial.values[-1])
     return trial
+
+
+def recorded_overrides(folder: Path) -> list[str] | None:
+    """Return the overrides with which a trial was started; None if its record is missing or damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    words = _yaml(folder / ".hydra/overrides.yaml")
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else None
 
 
 def settings(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
@@ -117,10 +135,15 @@ def settings(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
         if len(set(values)) > 1:
             columns[key] = [_named(key, value, values) for value in values]
     groups: dict[str, list[Trial]] = {}
-    for number, trial in enumerate(trials):
-        words = [words[number] for words in columns.values() if words[number]]
+    for at, trial in enumerate(trials):
+        words = [words[at] for words in columns.values() if words[at]]
         groups.setdefault(" ".join(words) or DEFAULTS, []).append(trial)
     return groups
+
+
+def metric_of(trials: Sequence[Trial]) -> str:
+    """Return the held-out metric of the first trial that has one; empty without any."""
+    return next((trial.metric for trial in trials if trial.metric), "")
 
 
 def _named(key: str, value: str | None, values: Sequence[str | None]) -> str:
@@ -144,9 +167,9 @@ def _grades(path: Path, step: int, value: float) -> dict[str, float]:
     That of a loss counts problems by their tokens.
     """
     grades: dict[str, list[float]] = {}
-    for row in GrowingFile(path).new_lines():
-        if row["step"] == step and isinstance(row.get("grade"), int | float):
-            grades.setdefault(json.dumps(row.get("id")), []).append(float(row["grade"]))
+    for row in GrowingFile(path).new_lines(skip_falls=True):
+        if row["step"] == step and math.isfinite(grade := number(row.get("grade"))):
+            grades.setdefault(json.dumps(row.get("id")), []).append(grade)
     means = {id: sum(values) / len(values) for id, values in grades.items()}
     is_value = bool(means) and abs(sum(means.values()) / len(means) - value) < _ROUNDING
     return means if is_value else {}
