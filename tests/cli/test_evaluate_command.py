@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,12 @@ def test_the_interval_of_a_paired_difference() -> None:
     assert mean == 0.0 and -0.15 < low < 0.0 < high < 0.15
     mean, (low, high) = paired_interval([(0.5, 0.2), (0.6, 0.4), (0.9, 0.5)])
     assert mean == pytest.approx(0.3) and low < 0.3 < high
+    # Of five pairs, those of the normal distribution would hold in 88 %.
+    draw, held = random.Random(0), 0
+    for _ in range(2_000):
+        low, high = paired_interval([(draw.gauss(0.3), 0.0) for _ in range(5)])[1]
+        held += low <= 0.3 <= high
+    assert 0.93 <= held / 2_000 <= 0.97
 
 
 def of_losses(name: str, rows: list[tuple[float, int]]) -> Measured:
@@ -262,4 +269,4 @@ def test_a_problem_with_several_responses_counts_once() -> None:
     deviation = math.sqrt(sum((value - 2 / 3) ** 2 for value in (0.75, 0.25, 1.0)) / 2 / 3)
     assert entries["results"]["task"]["acc_stderr,none"] == pytest.approx(deviation)
     mean, (_, high) = difference(model, worse)
-    assert mean == pytest.approx(2 / 3) and high - mean == pytest.approx(1.96 * deviation, rel=1e-3)
+    assert mean == pytest.approx(2 / 3) and high - mean == pytest.approx(4.3 * deviation, rel=0.1)

@@ -52,8 +52,8 @@ def paired_interval(
     """Return the difference of the means of pairs, first minus second, and its 95 % interval.
 
     If all values are 0 or 1 and count alike, the interval is that of Agresti and Min (2005), which adds half
-    a pair to each of the four cases: it is not empty where all pairs agree. Otherwise it is the difference
-    plus or minus 1.96 standard errors, over pairs.
+    a pair to each of the four cases: it is not empty where all pairs agree. Otherwise it is that of Student's
+    t distribution over pairs.
 
     Args:
         pairs: results of two models on the same problems, at least one.
@@ -73,7 +73,7 @@ def paired_interval(
     if n == 1:
         return mean, (-math.inf, math.inf)
     variance = sum((a - b) ** 2 for a, b in zip(first_parts, second_parts, strict=True)) / (n - 1)
-    half = Z_95 * math.sqrt(variance / n)
+    half = _t_95(n - 1) * math.sqrt(variance / n)
     return mean, (mean - half, mean + half)
 
 
@@ -92,9 +92,6 @@ def _deviations(values: Sequence[float], weights: Sequence[float]) -> tuple[floa
 def mean_interval(values: Sequence[float], weights: Sequence[float] = ()) -> tuple[float, float] | None:
     """95 % interval of a mean by Student's t distribution; None for fewer than two values.
 
-    The quantile is that of the normal distribution, expanded for ``n - 1`` degrees of freedom (Abramowitz and
-    Stegun, 26.7.5). It is exact to 1 % from five values on.
-
     Args:
         values: results of problems.
         weights: weights of the results in the mean; equal by default.
@@ -103,15 +100,23 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] = ()) -> tup
     if n < 2:
         return None
     mean, deviations = _deviations(values, weights or [1.0] * n)
-    z, v = Z_95, n - 1
-    t = (
+    half = _t_95(n - 1) * math.sqrt(sum(deviation**2 for deviation in deviations) / (n - 1) / n)
+    return mean - half, mean + half
+
+
+def _t_95(freedom: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t distribution.
+
+    It is that of the normal distribution, expanded for the degrees of freedom (Abramowitz and Stegun,
+    26.7.5), and exact to 1 % from four of them on.
+    """
+    z, v = Z_95, freedom
+    return (
         z
         + (z**3 + z) / (4 * v)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     )
-    half = t * math.sqrt(sum(deviation**2 for deviation in deviations) / v / n)
-    return mean - half, mean + half
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
