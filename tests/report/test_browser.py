@@ -202,6 +202,9 @@ def test_hostile_text_is_text(tmp_path: Path, opened: Opener) -> None:
     ]
     write_lines(run / "rollouts.jsonl", rows)
     write_lines(run / "metrics.jsonl", [{"step": 0}, {"step": 1, f"reward/{HOSTILE}": 1.0}])
+    (run / ".hydra").mkdir()
+    # It looks like data of the page.
+    (run / ".hydra/about.json").write_text('{"versions": {"type": "i", "deflate": "AAAA"}}')
     page = opened(run)
     for tab in ("curves", "problems", "timeline", "rollouts"):
         page.click(f"#tab-{tab}")

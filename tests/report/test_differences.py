@@ -246,6 +246,25 @@ def test_problems_beyond_the_bound_are_left_out(tmp_path: Path, monkeypatch: pyt
     assert comparison["moments"][0]["shared"] == 2 and "first 2 problems" in comparison["notes"][0]
 
 
+def test_long_ids_are_shortened_and_stay_apart(tmp_path: Path) -> None:
+    ids = [f"{'x' * 2**20}{end}" for end in "ab"]
+    grades = ({ids[0]: 1.0, ids[1]: 0.0}, {ids[0]: 0.0, ids[1]: 0.0})
+    runs = [write_evaluations(tmp_path / name, {0: each}) for name, each in zip("ab", grades, strict=True)]
+    (moment,) = held_out(*runs)["moments"]
+    (problem,) = moment["problems"]
+    assert moment["shared"] == 2 and len(problem["id"]) < 400
+    kept = differences.read_runs(runs)[0]["held_out"]["ids"]
+    assert len(set(kept)) == 2 and problem["id"] == kept[0]
+
+
+def test_grades_of_unknown_rewards_are_compared_and_that_is_said(tmp_path: Path) -> None:
+    runs = [write_evaluations(tmp_path / name, {0: {"p": 1.0}}, metric="eval/primary") for name in "ab"]
+    for run in runs:
+        (run / ".hydra/about.json").write_text("{}")
+    (note,) = held_out(*runs)["notes"]
+    assert note.startswith("Neither run says which reward grades it")
+
+
 def test_the_command_writes_one_page_and_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

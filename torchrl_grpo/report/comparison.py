@@ -42,6 +42,7 @@ MEASURING = (
     "reward.functions",
 )
 _KINDS = {"eval/primary": "value", "eval/accuracy": "accuracy", "eval/loss": "loss"}
+_UNKNOWN = "a reward of unknown name"
 Answers = Mapping[str, paired.Answers]
 
 
@@ -111,6 +112,8 @@ class Comparison:
                 f"{self._names[0]} was graded by {self._graders[0]} and {self._names[1]} by "
                 f"{self._graders[1]}, so grades are not compared, and rewards only where both have the name."
             )
+        elif self._steps[0] and _UNKNOWN in self._graders[0]:
+            yield "Neither run says which reward grades it, so their grades are taken to be of the same one."
         if keys := [key for key in self._differing or [] if key in MEASURING]:
             yield f"They were measured in different ways: {', '.join(keys)}."
 
@@ -196,6 +199,6 @@ def _grading(run: Mapping[str, Any]) -> tuple[str, str]:
     kind = next((_KINDS[name] for name in measured), "")
     if kind == "loss":
         return kind, "the loss of the solutions"
-    reward = f"the reward {right['reward']}" if "reward" in right else "a reward of unknown name"
+    reward = f"the reward {right['reward']}" if "reward" in right else _UNKNOWN
     threshold = f" from {right['threshold']} on" if kind == "accuracy" and "threshold" in right else ""
     return kind, reward + threshold

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.report.columns import number
-from torchrl_grpo.report.texts import shorten
+from torchrl_grpo.report.texts import problem_id, shorten
 
 MOST_PROBLEMS = 20_000
 
@@ -36,7 +36,7 @@ class HeldOutHistory:
 
     def take(self, row: dict[str, Any]) -> None:
         """Add a line of ``evaluations.jsonl``."""
-        step, id = row["step"], str(row.get("id"))
+        step, id = row["step"], problem_id(row)
         if id not in self._problems and len(self._problems) >= MOST_PROBLEMS:
             self.lost = True
             return

@@ -16,7 +16,7 @@ from torchrl_grpo.observe.stats import paired_interval
 from torchrl_grpo.report.columns import MOST_PARTS, number
 from torchrl_grpo.report.held_out import MOST_PROBLEMS
 from torchrl_grpo.report.lines import GrowingFile
-from torchrl_grpo.report.texts import shorten
+from torchrl_grpo.report.texts import problem_id, shorten
 
 # Names of what the grader gave, and of the weighted sum of rewards. Other names are those of rewards.
 Name = tuple[str, ...]
@@ -92,7 +92,7 @@ def read_answers(run_dir: Path, step: int) -> dict[str, Answers]:
     """
     answers: dict[str, Answers] = {}
     for row in _rows(run_dir, step):
-        id = str(row.get("id"))
+        id = problem_id(row)
         if id in answers or len(answers) < MOST_PROBLEMS:
             answers.setdefault(id, Answers(hash(str(row.get("prompt", ""))))).take(row)
     return answers
@@ -107,7 +107,7 @@ def read_responses(run_dir: Path, step: int, ids: Collection[str], budget: int) 
     texts: dict[str, dict[str, str]] = {}
     left = budget
     for row in _rows(run_dir, step):
-        if (id := str(row.get("id"))) not in ids or id in texts:
+        if (id := problem_id(row)) not in ids or id in texts:
             continue
         text = {name: shorten(str(row.get(name, ""))) for name in ("prompt", "response")}
         left -= sum(map(len, text.values()))

@@ -5,12 +5,15 @@ Groups stay whole. The first round and the newest are kept longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 # Characters of a single text that are kept: its beginning, and its end.
 _HEAD, _TAIL = 12_000, 4_000
+# Characters of an id that are kept.
+_LONGEST_ID = 300
 
 
 def shorten(text: str) -> str:
@@ -19,6 +22,15 @@ def shorten(text: str) -> str:
         return text
     missing = len(text) - _HEAD - _TAIL
     return f"{text[:_HEAD]}\n[... {missing:,} characters are not in this report ...]\n{text[-_TAIL:]}"
+
+
+def problem_id(row: Mapping[str, Any]) -> str:
+    """Return the id of the problem of a line of ``evaluations.jsonl``. A long one ends in a checksum."""
+    id = str(row.get("id"))
+    if len(id) <= _LONGEST_ID:
+        return id
+    checksum = hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{id[:_LONGEST_ID]} ... ({checksum[:16]})"
 
 
 @dataclass

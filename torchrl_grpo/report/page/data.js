@@ -28,8 +28,9 @@ const readJson = async (text) => JSON.parse(new TextDecoder().decode(await infla
 async function readData() {
   const data = JSON.parse(document.getElementById("data").textContent);
   data.runs = await Promise.all(data.runs.map(async (run) => {
-    const texts = await readJson(run.texts);
-    return { ...(await unpack({ ...run, texts: null })), texts };
+    // What a run says about itself is not packed, and may look as if it were.
+    const { about, texts, ...packed } = run;
+    return { ...(await unpack(packed)), about, texts: await readJson(texts) };
   }));
   if (data.differences) data.differences = await readJson(data.differences);
   return data;
