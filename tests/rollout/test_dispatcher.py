@@ -108,6 +108,24 @@ def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
     made.close()
 
 
+def test_finished_groups_that_became_too_old_are_kept_until_they_are_taken() -> None:
+    made = make_dispatcher(Pool(starts=False))
+    tracker = made.scheduler.tracker = StalenessTracker(1, 1, 5)
+    groups = [Group(tracker.register_group(), [1], 0, [Response([2], [-0.1], [0], "stop")]) for _ in range(3)]
+    # The third is not finished.
+    first, second = (ScoredGroup(group, ["a"], []) for group in groups[:2])
+    for group in groups:
+        tracker.start(group.group_id, 0)
+    made._accept(first)
+    tracker.training_rounds = 2
+    made._expire()
+    # The second was being scored when it was dropped.
+    made._accept(second)
+    assert tracker.dropped_age == 3 and not made.accepted
+    assert made.take_too_old() == [first, second]
+    assert made.take_too_old() == []
+
+
 def test_a_worker_that_does_not_start_is_given_up_after_what_a_start_is_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,6 +23,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ModelError, TrainingStopped, WorkersLost
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,27 @@ def test_an_age_of_zero_with_two_workers_samples_the_same_responses(
     for one, other in zip(together[1:], apart[1:], strict=True):
         assert other["loss/total"] == pytest.approx(one["loss/total"], abs=1e-5)
         assert other["response/length_mean"] == one["response/length_mean"]
+
+
+def test_a_finished_group_that_became_too_old_is_recorded_with_the_reason(
+    train: AsyncRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expire = StalenessTracker.expire
+
+    def expire_the_sixth_group_too(tracker: StalenessTracker) -> list[int]:
+        if 5 in tracker.accepted:
+            tracker.accepted[5] = -9
+        return expire(tracker)
+
+    monkeypatch.setattr(StalenessTracker, "expire", expire_the_sixth_group_too)
+    train("run", collector__max_policy_age=1, policy__kl_coef=0.1)
+    assert groups(tmp_path / "run")["dropped_age"] == 1
+    discarded = read(tmp_path / "run/discarded.jsonl")
+    assert [row["group_id"] for row in discarded] == [5] * 4 and "advantage" not in discarded[0]
+    assert {row["discarded"] for row in discarded} == {"older than collector.max_policy_age allows"}
+    trained = read(tmp_path / "run/rollouts.jsonl")
+    assert 5 not in {row["group_id"] for row in trained}
+    assert discarded[0].keys() - {"discarded"} == trained[0].keys() - {"advantage"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -229,14 +230,28 @@ class Collector:
         waited = self._clock() - start
         scored_s = self._dispatcher.stats.score_seconds - scored_s
         self._waited += waited
+        return self._round(
+            groups,
+            {"time/generate_s": waited - scored_s, "time/score_s": scored_s}
+            if self._is_local
+            else {"time/wait_s": waited},
+        )
+
+    def take_too_old(self) -> Round | None:
+        """Return the scored groups that have become too old since the last call; None without any.
+
+        A group that was dropped before it was finished is not among them.
+        """
+        groups = self._dispatcher.run_in_thread(self._dispatcher.take_too_old)
+        return self._round([replace(scored, reference=None) for scored in groups], {}) if groups else None
+
+    def _round(self, groups: Sequence[ScoredGroup], seconds: dict[str, float]) -> Round:
         return build_round(
             groups,
             [self.env.prompt(scored.group.group_id).text for scored in groups],
             reward_names=self.env.reward_set.names,
             pad_token_id=self.source.tokenizer.pad_token_id,
-            seconds={"time/generate_s": waited - scored_s, "time/score_s": scored_s}
-            if self._is_local
-            else {"time/wait_s": waited},
+            seconds=seconds,
         )
 
     def round_metrics(self, round_: Round) -> dict[str, float]:

@@ -237,7 +237,10 @@ def _build(
     if resume_from is not None and not job.is_evaluation:
         state.load_state_dict(ranks.call_all(Learner.resume, learner, resume_from))
     # This truncates the output files to the resumed step, so it comes after everything that can fail.
-    outputs = _open_outputs(job, schedule, state, exit_stack, progress)
+    discards = cfg.policy.constant_groups == "refill" or bool(
+        plan.asynchronous and cfg.collector.max_policy_age
+    )
+    outputs = _open_outputs(job, schedule, state, exit_stack, progress, discards)
     return Session(job.cfg, schedule, state=state, outputs=outputs, exit_stack=exit_stack.pop_all())
 
 
@@ -255,7 +258,12 @@ def choose_engine_dtype(cfg: Config, plan: Plan) -> Dtype:
 
 
 def _open_outputs(
-    job: Job, schedule: RunSchedule, state: SessionState, exit_stack: ExitStack, progress: Progress
+    job: Job,
+    schedule: RunSchedule,
+    state: SessionState,
+    exit_stack: ExitStack,
+    progress: Progress,
+    discards: bool,
 ) -> Outputs:
     cfg, run_dir = job.cfg, job.run_dir
     step = None if job.resume_from is None or job.is_evaluation else int(job.resume_from.name)
@@ -275,8 +283,7 @@ def _open_outputs(
     evaluations = EvaluationWriter(run_dir, evaluated) if cfg.logging.rollouts else None
     if evaluations is not None:
         exit_stack.callback(evaluations.close)
-    refills = cfg.logging.rollouts and cfg.policy.constant_groups == "refill"
-    discarded = DiscardedWriter(run_dir, step) if refills else None
+    discarded = DiscardedWriter(run_dir, step) if cfg.logging.rollouts and discards else None
     if discarded is not None:
         exit_stack.callback(discarded.close)
     chosen = loggers.build(cfg, run_dir, step, job.grader.name)

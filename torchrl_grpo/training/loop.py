@@ -111,6 +111,7 @@ def collect(run: Session) -> dict[str, float]:
         lambda collected: observe_pass_rates(run, collected),
         run.write_discarded,
     )
+    run.write_too_old()
     # Verify what workers have reported since the last check: checksums, the number of probe tokens that came
     # from the prefix cache, and log-probabilities. It comes before training on this round, because the run
     # stops if a checksum shows that a worker held the wrong weights.

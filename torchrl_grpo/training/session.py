@@ -47,6 +47,7 @@ from torchrl_grpo.training.state import SessionState
 from torchrl_grpo.training.throughput import ThroughputMeter
 
 # Metrics that compare the model with the policy that sampled.
+_TOO_OLD = "older than collector.max_policy_age allows"
 _OF_SAMPLING = frozenset(
     {"kl/sampling_policy", "policy/clip_fraction", "policy/ratio", "policy/ess", "policy/logprob_diff"}
     | {"mismatch/ratio_outside", *(f"mismatch/kl_quarter_{number}" for number in QUARTERS)}
@@ -378,6 +379,13 @@ class Session:
         """Write every response of the groups that the next round leaves out."""
         if self.outputs.discarded is not None:
             self.outputs.discarded.write(self.counters.step + 1, discarded_rows(round_, reasons))
+
+    def write_too_old(self) -> None:
+        """Write the finished groups that were thrown away because of their age."""
+        # Taken also where they are not written, as they would pile up.
+        round_ = self.parts.collector.take_too_old()
+        if round_ is not None:
+            self.write_discarded(round_, [_TOO_OLD] * len(round_.prompts))
 
     def save(self) -> Path:
         """Write a checkpoint of the current step."""

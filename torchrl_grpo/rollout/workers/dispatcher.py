@@ -92,6 +92,7 @@ class Dispatcher:
         self.reference = reference
         self._trainer_thread = trainer_thread
         self._make_scored = make_scored
+        self._too_old: list[ScoredGroup] = []
         # Finished groups of a round that is scored at once.
         self._unscored: list[Group] = []
         self._starting: Future[None] | None = None
@@ -415,10 +416,12 @@ class Dispatcher:
     def _accept(self, scored: ScoredGroup) -> None:
         group_id, oldest_version = scored.group.group_id, scored.group.oldest_version
         # A group dropped while it was scored is no longer in the tracker.
-        if group_id in self.scheduler.tracker.running:
-            assert oldest_version is not None
-            self.scheduler.tracker.accept(group_id, oldest_version)
-            self.accepted[group_id] = scored
+        if group_id not in self.scheduler.tracker.running:
+            self._too_old.append(scored)
+            return
+        assert oldest_version is not None
+        self.scheduler.tracker.accept(group_id, oldest_version)
+        self.accepted[group_id] = scored
 
     def _request_round(self, future: Future[list[ScoredGroup]]) -> None:
         assert self.scheduler.newest is not None, "publish weights before the first round"
@@ -445,8 +448,13 @@ class Dispatcher:
             self._expire()
 
     def _expire(self) -> None:
-        for group_id in self.scheduler.expire():
-            self.accepted.pop(group_id, None)
+        gone = self.scheduler.expire()
+        self._too_old += [self.accepted.pop(group_id) for group_id in gone if group_id in self.accepted]
+
+    def take_too_old(self) -> list[ScoredGroup]:
+        """Return the scored groups that were dropped since the last call; to be run in this thread."""
+        taken, self._too_old = self._too_old, []
+        return taken
 
     def _fail_timed_out(self) -> None:
         now = time.monotonic()
