@@ -88,6 +88,8 @@ def test_a_sweep_that_is_killed_in_the_middle_goes_on_and_ends_with_the_table(
         below = psutil.Process(process.pid).children(recursive=True)
         running = [each for each in below if "resume=auto_or_new" in " ".join(each.cmdline())]
         assert 1 <= len(running) <= allowed_cores()
+        # Ray would take priority from them.
+        assert {each.nice() for each in running} == {psutil.Process(process.pid).nice()}
         process.kill()
         _, alive = psutil.wait_procs(running, timeout=60)
         assert not alive

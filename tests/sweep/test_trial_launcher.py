@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sweep_files import write_trial
@@ -15,9 +20,16 @@ from torchrl_grpo.cli import multirun
 from torchrl_grpo.config.schema import SweepConfig
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import allowed_cores
+from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
-from torchrl_grpo.runtime.interrupts import STOP_SIGNAL
+from torchrl_grpo.runtime.interrupts import (
+    STOP_SIGNAL,
+    StopRequested,
+    Terminated,
+    raise_terminations,
+    stop_signal_blocked,
+)
 from torchrl_grpo.sweep.hopeless import hopeless
 from torchrl_grpo.sweep.launcher import TrialOptions, _failure, _last_words, _Run, _Trial
 from torchrl_grpo.sweep.table import FAILED, RUNNING, WAITING, Row, StateTable
@@ -58,6 +70,81 @@ def test_a_hopeless_trial_is_asked_to_save_itself_and_is_not_run_again(tmp_path:
     bad.end(75)
     assert _failure(tmp_path, [good, bad]) is None
     assert _Trial(tmp_path, "1", [], options).row.state == STOPPED_EARLY
+
+
+class Interrupted(_Run):
+    """A run of trials without Ray: the first trial runs when a signal comes, and ends at the next look."""
+
+    def __init__(self, folder: Path, trials: Sequence[_Trial], come: Callable[[], None]) -> None:
+        super().__init__(folder, trials, OPTIONS)
+        self.come = come
+        self.sent: list[tuple[str, str, int]] = []
+        self.looks = 0
+
+    def _start(self, trial: _Trial) -> object:
+        return trial.row.name
+
+    def _stop(self, trial: _Trial, number: int) -> None:
+        self.sent.append((trial.row.name, trial.row.state, number))
+
+    def _wait(self, refs: dict[Any, _Trial]) -> None:
+        self.looks += 1
+        if self.looks == 1:
+            refs["0"].row.state = RUNNING
+            self.come()
+        else:
+            assert [*refs] == ["0"]
+            refs.clear()
+
+
+def ask_to_end() -> None:
+    # As Ray does, whose handler swallows what the program's own raises.
+    with contextlib.suppress(Terminated):
+        signal.raise_signal(signal.SIGTERM)
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("come", "number", "raised"),
+    [
+        (ask_to_end, signal.SIGTERM, Terminated),
+        (lambda: signal.raise_signal(signal.SIGINT), signal.SIGTERM, KeyboardInterrupt),
+        (lambda: signal.raise_signal(STOP_SIGNAL), STOP_SIGNAL, StopRequested),
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGUSR1"],
+)
+def test_trials_that_run_save_themselves_when_the_sweep_is_asked_to_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    come: Callable[[], None],
+    number: int,
+    raised: type[BaseException],
+) -> None:
+    monkeypatch.setattr(ray_pool, "local_cluster", lambda *_: nullcontext())
+    trials = [_Trial(tmp_path, name, [], OPTIONS) for name in ("0", "1")]
+    run = Interrupted(tmp_path, trials, come)
+    with stop_signal_blocked(), raise_terminations(), pytest.raises(raised):
+        run.run()
+    assert run.sent == [("0", RUNNING, number), ("1", WAITING, number)] and run.looks == 2
+    assert f"goes on with the same command and sweep.resume={tmp_path}" in capsys.readouterr().out
+
+
+def test_trials_have_the_priority_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        ray_pool, "_start_local", lambda *_: seen.append(os.environ.get(ray_pool._NICENESS_VAR))
+    )
+    monkeypatch.setattr(ray_pool, "_disconnect", lambda: None)
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    with ray_pool.local_cluster(1, []):
+        pass
+    assert "RAY_worker_niceness" not in os.environ
+    # That of the user counts.
+    monkeypatch.setenv("RAY_worker_niceness", "7")
+    with ray_pool.local_cluster(1, []):
+        pass
+    assert seen == ["0", "7"] and os.environ[ray_pool._NICENESS_VAR] == "7"
 
 
 def test_a_trial_is_an_ordinary_command_in_its_own_folder(tmp_path: Path) -> None:
