@@ -614,3 +614,38 @@ def test_counters_go_through_a_file(tmp_path: Path) -> None:
     resumed = Counters()
     resumed.load_state_dict(torch.load(tmp_path / "counters.pt", weights_only=True))
     assert resumed == counters
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "accuracies"),
+    [
+        ([[0, 0], [0, 1], [1, 1]], [None, 0.5, 1.0]),
+        ([[0, 0], [1, 1]], [None, 1.0]),
+        ([[0, 1], [0, 0]], [0.5, 0.0]),
+        ([[0, 0], [0, 0.5], [0, 1]], [None] * 3),
+        ([[0, 1], [0.5, 0.5], [0, 1]], [0.5, None, None]),
+    ],
+)
+def test_a_reward_of_the_user_is_a_verdict_once_0_and_1_and_nothing_else_have_occurred(
+    evaluations: list[list[float]], accuracies: list[float | None]
+) -> None:
+    counters, found = Counters(), []
+    for values in evaluations:
+        mean = sum(values) / 2
+        metrics = {"eval/primary": mean, "eval/reward": mean}
+        if {*values} <= {0, 1}:
+            metrics |= {"eval/accuracy": mean, "eval/accuracy_low": 0.0, "eval/accuracy_high": 1.0}
+        kept = counters.take_grades(metrics)
+        assert kept.keys() - metrics.keys() == set() and kept["eval/primary"] == mean
+        assert len({name for name in kept if name.startswith("eval/accuracy")}) in (0, 3)
+        found.append(kept.get("eval/accuracy"))
+        counters.primary_before = sum(evaluations[0]) / 2
+        before = None if found[-1] is None else counters.primary_before
+        assert counters.share_before == before, "first and last are shown by one name"
+    assert found == accuracies
+
+
+def test_a_built_in_grader_has_an_accuracy_from_the_first_evaluation() -> None:
+    counters = Counters(accuracy_before=0.0)
+    assert counters.take_grades({"eval/accuracy": 0.0}) == {"eval/accuracy": 0.0}
+    assert counters.share_before == 0.0

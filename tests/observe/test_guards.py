@@ -12,7 +12,7 @@ import pytest
 
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.observe.guards import Finding, Guards
-from torchrl_grpo.observe.past import Setting, constant_share, group_size_note
+from torchrl_grpo.observe.past import Setting, constant_share, equal_grades_note, group_size_note
 from torchrl_grpo.observe.report import summary
 from torchrl_grpo.observe.rules import RULES
 
@@ -324,3 +324,10 @@ def test_the_accuracy_before_training_foretells_groups_without_a_signal() -> Non
         group_size_note({"eval/primary": 0.18}, 4) is None
         and group_size_note({"eval/accuracy": 0.5}, 1) is None
     )
+
+
+def test_equal_grades_of_an_own_reward_are_explained() -> None:
+    note = equal_grades_note({"eval/primary": 0.0}, "tidy")
+    assert note is not None and note.startswith("tidy gave 0 for every") and "eval.threshold=1" in note
+    for row in ({"eval/primary": 0.25}, {"eval/primary": 1.0, "eval/accuracy": 1.0}, {"eval/accuracy": 0.0}):
+        assert equal_grades_note(row, "tidy") is None

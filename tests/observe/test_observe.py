@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, RunFolderLost
@@ -502,6 +503,8 @@ def test_summary_names_what_grades_and_the_mean_of_a_reward(tmp_path: Path) -> N
         ([{"eval/accuracy": 0.5, "eval/accuracy_low": 0.3, "eval/accuracy_high": 0.7}], "accuracy by own"),
         ([{"eval/accuracy": 0.0, "eval/primary": 0.0}, {"eval/primary": 2.5}], "reward by own"),
         ([{"eval/accuracy": 0.0, "eval/primary": 0.0}], "accuracy by own"),
+        ([{"eval/primary": 0.0}, {"eval/accuracy": 0.5, "eval/primary": 0.5}], "accuracy by own"),
+        ([{"eval/primary": 0.0}], "reward by own"),
     ],
 )
 def test_plot_names_what_grades(
@@ -512,8 +515,17 @@ def test_plot_names_what_grades(
         writer.write(step, row)
     titles: list[str] = []
     monkeypatch.setattr(report, "_heading", lambda axes, text: titles.append(text))
+    drawn: list[int] = []
+    errorbar = Axes.errorbar
+
+    def count(axes: Axes, steps: list[int], *args: Any, **options: Any) -> Any:
+        drawn.append(len(steps))
+        return errorbar(axes, steps, *args, **options)
+
+    monkeypatch.setattr(Axes, "errorbar", count)
     assert plot(tmp_path, "own").stat().st_size > 1000
     assert titles[-1] == f"Held-out {title}, with 95 % interval"
+    assert drawn == [len(rows)], "each evaluation has a point"
 
 
 def test_plot_draws_a_picture_of_the_metrics(tmp_path: Path) -> None:

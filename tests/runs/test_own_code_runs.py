@@ -51,19 +51,23 @@ def test_the_rewards_of_the_documentation_train(
         }
         assert row["rewards"] == pytest.approx(expected) and "errors" not in row
         assert row["reward"] == pytest.approx(expected["agreement"] + 0.1 * expected["brevity"])
-    # The heaviest of the user's rewards grades. It is 0 or 1, so its mean is an accuracy.
-    assert "held out: 6 problems, graded by agreement\n" in said
-    assert "held-out accuracy" in said and "graded by          agreement\n" in said
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["grader"] == "agreement" and summary["accuracy_after"] == summary["primary_after"]
     held_out = [json.loads(line) for line in (tmp_path / "run/evaluations.jsonl").read_text().splitlines()]
+    # The heaviest of the user's rewards grades. It is 0 or 1, so its mean is an accuracy once both have occurred.
+    is_verdict = {row["grade"] for row in held_out} == {0.0, 1.0}
+    assert "held out: 6 problems, graded by agreement\n" in said
+    assert f"held-out {'accuracy' if is_verdict else 'reward  '}" in said
+    assert "graded by          agreement\n" in said
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["grader"] == "agreement"
+    assert summary["accuracy_after"] == (summary["primary_after"] if is_verdict else None)
     assert [row["step"] for row in held_out] == [0] * 6 + [2] * 6
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for line, six in ((metrics[0], held_out[:6]), (metrics[-1], held_out[6:])):
         for name in ("agreement", "brevity"):
             mean = sum(row["rewards"][name] for row in six) / 6
             assert line[f"eval/reward/{name}"] == pytest.approx(mean)
-        assert line["eval/accuracy"] == line["eval/reward/agreement"]
+        assert line["eval/primary"] == line["eval/reward/agreement"]
+    assert is_verdict == ("eval/accuracy" in metrics[-1])
 
 
 # A run of two steps on the tiny model.
@@ -80,9 +84,18 @@ SHAPED = """
 def brevity(completion, example):
     return 1 / (1 + len(completion))
 """
+# Whatever the model writes, some of the held-out responses earn 0 and some earn 1.
 VERDICT = """
+import re
+
 def short(prompts, completions, **columns):
-    return [float(len(text) < 12) for text in completions]
+    rooms = [int(re.findall("[0-9]+", prompt)[-1]) for prompt in prompts]
+    return [float(room % 4 > 1 and (room % 4 > 2 or len(text) < 12)) for room, text in zip(rooms, completions)]
+"""
+# A reward of any number whose values are all 0 at first.
+RARE = """
+def rare(completion, example):
+    return 0.5 * float("Welcome to this house" in completion)
 """
 
 
@@ -95,6 +108,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     [
         (SHAPED, "brevity", "held-out reward    ", "step 0/2  held-out brevity 0."),
         (VERDICT, "short", "held-out accuracy  ", "step 0/2  accuracy "),
+        (RARE, "rare", "held-out reward    0.000 -> 0.000", "step 0/2  held-out rare 0.000"),
     ],
 )
 def test_prompts_and_a_reward_are_enough(
@@ -118,7 +132,9 @@ def test_prompts_and_a_reward_are_enough(
     assert result in said and f"graded by          {name}\n" in said
     assert "warning: the prompt" not in said, "nothing asks for tags"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["accuracy_after"] is None) == (name == "brevity") and summary["grader"] == name
+    assert (summary["accuracy_after"] is None) == (name != "short") and summary["grader"] == name
+    assert ("group size: with an accuracy of " in said) == (name == "short")
+    assert ("rare gave 0 for every held-out response, so its mean is reported" in said) == (name == "rare")
     first = lines(tmp_path / "run/metrics.jsonl")[0]
     values = [row["grade"] for row in lines(tmp_path / "run/evaluations.jsonl") if row["step"] == 0]
     assert first["eval/reward"] == first["eval/primary"] == pytest.approx(sum(values) / 8)

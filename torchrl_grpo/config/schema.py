@@ -277,7 +277,7 @@ class EvalConfig:
         None,
         "Least value of the reward that grades for a right response; the share of right responses is the "
         "accuracy. null means 1 for built-in rewards. A reward of your own is then reported as its mean, "
-        "which is an accuracy while all values are 0 or 1.",
+        "which is an accuracy as long as all values are 0 or 1 and both have occurred.",
     )
 
 

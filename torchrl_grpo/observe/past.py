@@ -205,6 +205,22 @@ def group_size_note(metrics: Row, samples: int) -> str | None:
     )
 
 
+def equal_grades_note(metrics: Row, grader: str) -> str | None:
+    """Say what is measured if a reward of the user may give verdicts, which its values do not show yet.
+
+    Args:
+        metrics: metrics of an evaluation whose grades are all 0 or all 1, or others.
+        grader: name of the reward.
+    """
+    value = metrics.get("eval/primary")
+    if value not in (0.0, 1.0) or "eval/accuracy" in metrics:
+        return None
+    return (
+        f"{grader} gave {value:.0f} for every held-out response, so its mean is reported until it also gives "
+        f"{1 - value:.0f} and nothing else; eval.threshold=1 reports the share of responses that earn 1"
+    )
+
+
 def _largest_rise(before: Mapping[str, float], after: Mapping[str, float]) -> str | None:
     """Return the name of what rose: the total if it did, or else the part that rose most; None if none did.
 

@@ -286,9 +286,12 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_held_out(axes: Axes, rows: list[dict[str, Any]], grader: str) -> None:
-    # The accuracy of a reward ends where it gives something else than 0 and 1.
-    means = _column(rows, "eval/primary")[0]
-    kind = "primary" if means and means != _column(rows, "eval/accuracy")[0] else "accuracy"
+    # The mean of a reward becomes an accuracy once 0 and 1 have occurred, and is none if anything else has.
+    means, shares = (_column(rows, f"eval/{name}")[0] for name in ("primary", "accuracy"))
+    kind = "primary" if means and means[-1:] != shares[-1:] else "accuracy"
+    if kind == "accuracy":
+        # Evaluations before that have the mean only.
+        rows = [{name.replace("primary", kind): row[name] for name in row} | row for row in rows]
     what = "accuracy" if kind == "accuracy" else "reward"
     title = f"Held-out {what}{grader and f' by {grader}'}, with 95 % interval"
     if _column(rows, "eval/loss")[0]:

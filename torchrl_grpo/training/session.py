@@ -32,7 +32,7 @@ from torchrl_grpo.observe.metrics import (
     RolloutWriter,
     read_jsonl,
 )
-from torchrl_grpo.observe.past import group_size_note
+from torchrl_grpo.observe.past import equal_grades_note, group_size_note
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
@@ -244,9 +244,10 @@ class Session:
             self.counters.primary_before = metrics.get("eval/primary")
             self.counters.loss_before = metrics.get("eval/loss")
             self.log(metrics)
-            foretold = group_size_note(metrics, self.cfg.env.repeats)
-            if foretold is not None and self.learns_from_samples:
-                self.outputs.progress.note(foretold)
+            foretold = group_size_note(metrics, self.cfg.env.repeats) if self.learns_from_samples else None
+            for note in (foretold, None if self.counters.any_number else equal_grades_note(metrics, grader)):
+                if note is not None:
+                    self.outputs.progress.note(note)
             if self.is_finished():
                 # The run ends here, and ends with a checkpoint as after any other step.
                 self.save()
@@ -320,11 +321,7 @@ class Session:
         # A worker that was restarted during the evaluation reported its checksums before it generated, so
         # check them now.
         self.parts.publisher.verify_new_results()
-        metrics, self.responses = evaluation.metrics, evaluation.rows
-        # A reward that was once neither 0 nor 1 is no verdict, even if all its values of today are.
-        self.counters.any_number |= "eval/accuracy" not in metrics
-        if self.counters.any_number:
-            metrics = {name: value for name, value in metrics.items() if not name.startswith("eval/accuracy")}
+        metrics, self.responses = self.counters.take_grades(evaluation.metrics), evaluation.rows
         if (present := held_out(metrics)) is not None:
             self.counters.take_held_out(present.value)
         return {**metrics, "time/eval_s": time.perf_counter() - started}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
@@ -40,6 +41,8 @@ class Counters:
         primary_before: mean held-out reward before training; None if no reward of the user grades.
         loss_before: loss of held-out solutions before training; None if rewards grade.
         any_number: whether the reward that grades has had other values than 0 and 1.
+        any_zero: whether a reward of the user that grades has been less than 1 in an evaluation.
+        any_one: whether it has been more than 0.
         any_signal: whether the rewards of any group differed.
         peak_memory_gib: largest resident memory of the run's earlier processes, before it was resumed.
         peak_cuda_gib: largest GPU memory of the run's earlier processes.
@@ -58,6 +61,8 @@ class Counters:
     primary_before: float | None = None
     loss_before: float | None = None
     any_number: bool = False
+    any_zero: bool = False
+    any_one: bool = False
     any_signal: bool = False
     peak_memory_gib: float = 0.0
     peak_cuda_gib: float = 0.0
@@ -79,10 +84,27 @@ class Counters:
         else:
             self.evaluations_since_best += 1
 
+    def take_grades(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Count the grades of an evaluation, and return its metrics, without the accuracy if it has none.
+
+        A reward of the user says what is right if all its values so far are 0 or 1, and both have occurred:
+        one that may be any number may begin with zeros.
+        """
+        self.any_number |= "eval/accuracy" not in metrics
+        if (mean := metrics.get("eval/primary")) is not None:
+            self.any_zero |= mean < 1
+            self.any_one |= mean > 0
+        if not self.any_number and (mean is None or (self.any_zero and self.any_one)):
+            return dict(metrics)
+        return {name: value for name, value in metrics.items() if not name.startswith("eval/accuracy")}
+
     @property
     def share_before(self) -> float | None:
-        """Accuracy before training; None if the reward that grades turned out to give any number."""
-        return None if self.any_number else self.accuracy_before
+        """Accuracy before training; None if the reward that grades has given no verdicts."""
+        if self.primary_before is None:
+            return None if self.any_number else self.accuracy_before
+        is_verdict = self.any_zero and self.any_one and not self.any_number
+        return self.primary_before if is_verdict else None
 
     @property
     def evaluated_before(self) -> bool:
