@@ -81,6 +81,24 @@ def test_jsonl_fields_and_plain_answers(tmp_path: Path, capsys: pytest.CaptureFi
     assert lines(capsys.readouterr().out) == [{"total": 1.0, "parts": {"exact_match": 1.0}, "errors": {}}]
 
 
+def test_the_responses_of_a_run_are_scored_as_it_wrote_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def size(prompts, completions, **columns):\n    return [len(completions[0])]\n"
+    )
+    row = {
+        "step": 1,
+        "prompt": "<|im_start|>user\nHi<|im_end|>\n",
+        "response": "four",
+        "reward": 9.0,
+        "rewards": {},
+    }
+    path = write(tmp_path / "rollouts.jsonl", [row])
+    assert main(["--dataset", "jsonl", "--function", f"size={tmp_path}/own.py:size", path]) == 0
+    assert [score["total"] for score in lines(capsys.readouterr().out)] == [4.0]
+
+
 def test_reasoning_gym_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = {"question": "1 + 2 =", "answer": "3", "metadata": {}, "completion": "<answer>3</answer>"}
     path = write(tmp_path / "a.jsonl", [entry])
@@ -122,7 +140,12 @@ ROW = GSM8K[0]
     ("rows", "options", "words"),
     [
         ([], [], ["is empty"]),
-        ([{"question": "q", "answer": "#### 1"}], [], ["row 1", "'completion'"]),
+        (
+            [{"question": "q", "text": "t"}],
+            [],
+            ["row 1", "'text'. Rename the column of the text to completion"],
+        ),
+        ([{"question": "q", "response": None}], [], ["row 1", "'response' is NoneType"]),
         ([{**ROW, "completion": 3}], [], ["row 1", "'completion'", "int"]),
         ([ROW, {"question": "q", "answer": "1", "completion": ""}], [], ["row 2", "'####'"]),
         ([{"completion": "c"}], [], ["row 1", "'question'"]),

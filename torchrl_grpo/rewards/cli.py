@@ -3,10 +3,11 @@
     python -m torchrl_grpo.rewards --dataset gsm8k completions.jsonl
 
 Each line of the input is a JSON object with a ``completion`` and the data set's own fields (gsm8k:
-``question``, ``answer``). A completion begins with the tags that its prompt has opened, such as ``<think>``.
-Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in the same order. If a
-reward fails on a completion, its error is listed in ``errors``, it counts as ``--on-error``, and the command
-goes on. The input and the mean of each reward go to stderr.
+``question``, ``answer``). A line of ``rollouts.jsonl`` or ``evaluations.jsonl`` has it as ``response``, and
+is read with ``--dataset jsonl``. A completion begins with the tags that its prompt has opened, such as
+``<think>``. Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in the same
+order. If a reward fails on a completion, its error is listed in ``errors``, it counts as ``--on-error``, and
+the command goes on. The input and the mean of each reward go to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from torchrl_grpo.config.schema import EnvConfig, RewardConfig
 from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.data import Example
 from torchrl_grpo.data.load import dataset_module
-from torchrl_grpo.data.rows.columns import text
 from torchrl_grpo.data.rows.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rewards.registry import build_reward_set, check_weights
@@ -219,14 +219,20 @@ def _examples(rows: list[Row], env: EnvConfig) -> tuple[list[str], list[Example]
     completions = []
     examples = []
     for row in rows:
-        completion = (
-            row.values["completion"] if "completion" in row.values else text(row, "completion", env.dataset)
-        )
+        # The files of a run have responses.
+        column = next((name for name in ("completion", "response") if name in row.values), None)
+        if column is None:
+            present = ", ".join(map(repr, row.values)) or "none"
+            raise DataError(
+                f"{row.where} has no column 'completion' with the text to score, and no 'response', as a run "
+                f"writes it; its columns are {present}. Rename the column of the text to completion"
+            )
+        completion = row.values[column]
         if not isinstance(completion, str):
             raise DataError(
-                f"{row.where}: 'completion' is {type(completion).__name__}, not a string; write it in quotes"
+                f"{row.where}: {column!r} is {type(completion).__name__}, not a string; write it in quotes"
             )
-        fields = {name: value for name, value in row.values.items() if name != "completion"}
+        fields = {name: value for name, value in row.values.items() if name != column}
         completions.append(completion)
         example = module.example(Row(fields, row.number, row.source), env, f"{env.dataset}/line/{row.number}")
         examples.append(replace(example, columns=fields))
