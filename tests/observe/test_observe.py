@@ -492,7 +492,7 @@ def test_summary_names_what_grades_and_the_mean_of_a_reward(tmp_path: Path) -> N
     # A single problem has no interval.
     summary(tmp_path, **nothing, extras=mean | {"primary_ci95": [None] * 2}, stream=(one := io.StringIO()))
     assert "held-out reward    0.250 -> 2.500\n" in one.getvalue()
-    # While the reward is 0 or 1, its mean is an accuracy.
+    # If the reward gave 0 and 1, its mean is an accuracy.
     summary(tmp_path, **FIGURES, extras=mean, stream=(share := io.StringIO()))
     assert "held-out accuracy  0.100 -> 0.750" in share.getvalue() and "brevity" in share.getvalue()
 
@@ -526,6 +526,26 @@ def test_plot_names_what_grades(
     assert plot(tmp_path, "own").stat().st_size > 1000
     assert titles[-1] == f"Held-out {title}, with 95 % interval"
     assert drawn == [len(rows)], "each evaluation has a point"
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "words"),
+    [
+        (0.5, (0.1, 0.9), "+0.500   (95 % interval +0.100 to +0.900), more than chance"),
+        (-0.25, (-0.4, -0.1), "-0.250   (95 % interval -0.400 to -0.100), more than chance"),
+        (0.5, (0.0, 1.0), "+0.500   (95 % interval +0.000 to +1.000), may be chance; eval.num_problems or"),
+        (0.5, (-math.inf, math.inf), "+0.500, may be chance; eval.num_problems or"),
+    ],
+)
+def test_the_end_says_whether_the_held_out_value_changed(
+    tmp_path: Path, value: float, bounds: tuple[float, float], words: str
+) -> None:
+    change = {"change": value, "change_ci95": bounds}
+    summary(tmp_path, **FIGURES, extras=change, sample=["before", "after"], stream=(stream := io.StringIO()))
+    lines = stream.getvalue().splitlines()
+    assert any(line.startswith(f"  change             {words}") for line in lines)
+    end = lines.index(f"Written to {tmp_path}")
+    assert lines[end - 2 : end] == ["before", "after"]
 
 
 def test_plot_draws_a_picture_of_the_metrics(tmp_path: Path) -> None:

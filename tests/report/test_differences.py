@@ -12,7 +12,7 @@ from run_files import HOSTILE, inflated, payload, write_evaluations, write_lines
 
 from torchrl_grpo.cli import report as command
 from torchrl_grpo.observe.stats import paired_interval
-from torchrl_grpo.report import differences, paired
+from torchrl_grpo.report import change, differences, paired
 
 A = {"env": {"dataset": "gsm8k"}, "optimizer": {"lr": 0.5}}
 B = {"env": {"dataset": "gsm8k"}, "optimizer": {"lr": 0.25}}
@@ -349,3 +349,45 @@ def test_a_mistake_ends_the_command_with_what_to_write(
         command.main(words)
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "report-diff.html").exists()
+
+
+def test_a_run_compares_its_first_evaluation_with_its_last(tmp_path: Path) -> None:
+    first = {"a": [0.5, 0.0], "b": [1.0, 0.5], "c": [0.0, 0.0], "gone": [1.0, 1.0]}
+    last = {"c": [0.5, 1.0], "b": [1.0, 0.0], "a": [0.5, 0.5], "new": [0.0, 0.0]}
+    run = write_evaluations(tmp_path / "run", {0: first, 4: {"a": [9.0]}, 8: last})
+    result = change.of_run(run, (0, 8), {"c": "What is c?"})
+    assert result is not None
+    difference, sample = result
+    # Changes of the problems' means: +0.25, -0.25 and +0.75.
+    mean, bounds = paired_interval([(0.5, 0.25), (0.5, 0.75), (0.75, 0.0)])
+    assert (difference.difference, (difference.low, difference.high)) == (mean, bounds)
+    assert difference.problems == 3
+    assert sample == [
+        "Held-out problem that changed most (0.000 -> 0.750, mean of 2 responses, here the first)",
+        "  prompt  What is c?",
+        "  before  run c 0 0",
+        "  after   run c 8 0",
+    ]
+
+
+def test_a_run_without_two_evaluations_or_with_equal_responses_shows_no_sample(tmp_path: Path) -> None:
+    run = write_evaluations(tmp_path / "run", {0: {"a": 0.5}})
+    assert change.of_run(run, (0, 2), {}) is None
+    (tmp_path / "losses").mkdir()
+    assert change.of_run(tmp_path / "losses", (0, 2), {}) is None
+    row = {"id": "a", "prompt": "p", "response": "the solution", "tokens": 3}
+    write_lines(tmp_path / "losses/evaluations.jsonl", [{**row, "step": at, "grade": -at} for at in (0, 2)])
+    result = change.of_run(tmp_path / "losses", (0, 2), {})
+    assert result is not None and result[0].difference == -2.0 and result[1] == []
+
+
+def test_the_sample_is_short_and_harmless_on_a_terminal(tmp_path: Path) -> None:
+    row = {"id": "a", "prompt": "p"}
+    responses = {0: "\x1b]0;title\x07\x1b[2J\u202eevil\r\n" + HOSTILE, 2: "word " * 5_000 + "end."}
+    rows = [{**row, "step": at, "response": text, "grade": at / 2} for at, text in responses.items()]
+    write_lines(tmp_path / "evaluations.jsonl", rows)
+    result = change.of_run(tmp_path, (0, 2), {"a": "\x1b[31mred " + "x" * 1_000})
+    assert result is not None and result[0].difference == 1.0
+    sample = result[1]
+    assert len(sample) <= 10 and all(len(line) <= 100 and line.isprintable() for line in sample)
+    assert "]0;title[2Jevil" in "".join(sample) and sample[-1].endswith("word end.")

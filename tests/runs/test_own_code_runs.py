@@ -52,7 +52,7 @@ def test_the_rewards_of_the_documentation_train(
         assert row["rewards"] == pytest.approx(expected) and "errors" not in row
         assert row["reward"] == pytest.approx(expected["agreement"] + 0.1 * expected["brevity"])
     held_out = [json.loads(line) for line in (tmp_path / "run/evaluations.jsonl").read_text().splitlines()]
-    # The heaviest of the user's rewards grades. It is 0 or 1, so its mean is an accuracy once both have occurred.
+    # The heaviest of the user's rewards grades. Its mean is an accuracy once 0 and 1 have occurred.
     is_verdict = {row["grade"] for row in held_out} == {0.0, 1.0}
     assert "held out: 6 problems, graded by agreement\n" in said
     assert f"held-out {'accuracy' if is_verdict else 'reward  '}" in said
@@ -89,8 +89,8 @@ VERDICT = """
 import re
 
 def short(prompts, completions, **columns):
-    rooms = [int(re.findall("[0-9]+", prompt)[-1]) for prompt in prompts]
-    return [float(room % 4 > 1 and (room % 4 > 2 or len(text) < 12)) for room, text in zip(rooms, completions)]
+    rooms = [int(re.findall("[0-9]+", prompt)[-1]) % 3 for prompt in prompts]
+    return [float(room == 2 or (room == 1 and len(text) < 12)) for room, text in zip(rooms, completions)]
 """
 # A reward of any number whose values are all 0 at first.
 RARE = """
@@ -133,6 +133,7 @@ def test_prompts_and_a_reward_are_enough(
     assert "warning: the prompt" not in said, "nothing asks for tags"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["accuracy_after"] is None) == (name != "short") and summary["grader"] == name
+    assert ("  change             +" in said) or ("  change             -" in said)
     assert ("group size: with an accuracy of " in said) == (name == "short")
     assert ("rare gave 0 for every held-out response, so its mean is reported" in said) == (name == "rare")
     first = lines(tmp_path / "run/metrics.jsonl")[0]

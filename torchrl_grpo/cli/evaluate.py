@@ -130,7 +130,7 @@ def _measure(cfg: Config, model: ModelArgument) -> Measured:
 
 def _table(models: Sequence[Measured]) -> str:
     kinds = {"eval/accuracy": "accuracy", "eval/primary": "reward", "eval/loss": "loss"}
-    # A reward that gave both 0 and 1 to one model, and one of them to the other, has an accuracy for the first only.
+    # An own reward that gave 0 and 1 to one model, and 0 to the other, has an accuracy for the first only.
     what = next(kind for name, kind in kinds.items() if all(name in model.metrics for model in models))
     lines = ["", f"held-out {what}, {models[0].num_problems} problems"]
     for model in models:

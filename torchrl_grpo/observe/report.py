@@ -62,6 +62,7 @@ def summary(
     any_signal: bool = True,
     kept_best: bool = False,
     findings: Sequence[Finding] = (),
+    sample: Sequence[str] = (),
     write_page: Callable[[], object] = lambda: None,
     stream: TextIO | None = None,
 ) -> Path:
@@ -82,6 +83,7 @@ def summary(
             to change, unless a finding has the cause.
         kept_best: whether the message names the checkpoint of the best held-out value.
         findings: what the guards found and what still holds; the message repeats it.
+        sample: lines that show a held-out response before and after training.
         write_page: function that writes ``report.html``, which reads ``summary.json``.
         stream: stream to print to; None is stdout.
 
@@ -109,7 +111,7 @@ def summary(
     replace(path, json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
     write_page()
     warnings = _warnings(findings, any_signal or steps == 0)
-    text = "\n".join([closing_words(folder, entries, kept_best), *warnings])
+    text = "\n".join([closing_words(folder, entries, kept_best, sample), *warnings])
     print(text, file=sys.stdout if stream is None else stream, flush=True)
     return path
 
@@ -135,7 +137,10 @@ def of_ended_run(run_dir: Path, step: int) -> dict[str, Any] | None:
 
 
 def closing_words(
-    run_dir: str | os.PathLike[str], entries: Mapping[str, Any], kept_best: bool = False
+    run_dir: str | os.PathLike[str],
+    entries: Mapping[str, Any],
+    kept_best: bool = False,
+    sample: Sequence[str] = (),
 ) -> str:
     """Return the message at the end of a run: its results and its files.
 
@@ -143,6 +148,7 @@ def closing_words(
         run_dir: folder of the run. The message names only files that exist in it.
         entries: entries of ``summary.json``.
         kept_best: whether to name the checkpoint of the best held-out value.
+        sample: lines that show a held-out response before and after training.
 
     Returns:
         Several lines without a final newline.
@@ -162,6 +168,8 @@ def closing_words(
             ]
             text += f"   (perplexity {' -> '.join(perplexities)})"
         lines.append(f"  held-out {kinds[kind]:<8}  {text}")
+    if entries.get("change") is not None:
+        lines.append(f"  change             {_change(entries['change'], entries['change_ci95'])}")
     if after is not None and "grader" in entries:
         lines.append(f"  graded by          {entries['grader']}")
     if kept_best and entries["best_value"] is not None:
@@ -179,11 +187,21 @@ def closing_words(
     lines.append(f"  peak memory        {entries['peak_memory_gib']:.2f} GiB")
     if entries.get("reward_errors"):
         lines.append(f"  failed rewards     {entries['reward_errors']}   calls; the log has each")
-    lines.append(f"Written to {folder}")
+    lines += [*sample, f"Written to {folder}"]
     there = [(name, what) for name, what in _PLACES if (folder / name).exists()]
     width = max((len(name) for name, _ in there), default=0)
     lines += [f"  {name:<{width}}  {what}" for name, what in there]
     return "\n".join(lines)
+
+
+def _change(value: float, bounds: tuple[float, float]) -> str:
+    """Describe the difference of two evaluations on the same problems."""
+    low, high = bounds
+    # A single problem has no interval.
+    interval = f"   (95 % interval {low:+.3f} to {high:+.3f})" if math.isfinite(low) else ""
+    if low > 0 or high < 0:
+        return f"{value:+.3f}{interval}, more than chance"
+    return f"{value:+.3f}{interval}, may be chance; eval.num_problems or eval.samples narrow the interval"
 
 
 def plot(run_dir: str | os.PathLike[str], grader: str = "") -> Path:

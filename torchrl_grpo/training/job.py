@@ -27,6 +27,7 @@ from torchrl_grpo.models import hub_upload
 from torchrl_grpo.planning import preflight, resolve
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.report import change
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.runtime import hardware, rank_env, screen
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
@@ -242,16 +243,24 @@ def _train(
                 raise
         session.outputs.check()
         session.outputs.report.upload(session.outputs.loggers)
-        last = read_jsonl(run_dir / METRICS)[-1]
+        rows = read_jsonl(run_dir / METRICS)
         extras, seconds = session.summary_entries(), session.state.seconds()
+        prompts = {
+            example.id: example.messages[-1]["content"] for example in session.parts.evaluator.examples
+        }
         peak_memory_gib = session.state.peak_memory_gib()
     except RunFolderLost as lost:
         raise TrainingStopped(f"{lost}; {_save_again(session)}") from lost
     finally:
         ranks.release()
         session.close()
-    counters = session.counters
+    counters, last = session.counters, rows[-1]
     report.plot(run_dir, grader.name)
+    sample: list[str] = []
+    evaluated = [row["step"] for row in rows if "eval/num_problems" in row]
+    if len(evaluated) > 1 and (result := change.of_run(run_dir, (evaluated[0], evaluated[-1]), prompts)):
+        difference, sample = result
+        extras |= {"change": difference.difference, "change_ci95": (difference.low, difference.high)}
     after, mean = last.get("eval/accuracy"), last.get("eval/primary")
     if mean is not None:
         bounds = [last.get("eval/primary_low"), last.get("eval/primary_high")]
@@ -270,6 +279,7 @@ def _train(
         any_signal=counters.any_signal,
         kept_best=cfg.train.keep_best,
         findings=session.outputs.guards.holding(),
+        sample=sample,
         write_page=session.outputs.report.write,
         stream=screen.out(),
     )
