@@ -74,6 +74,9 @@ def test_adapters_are_measured_in_their_run_and_alone(train: Runner, config: Con
         (["two words"], "error: model.name=two words: there is no such folder, and a name on the"),
         (["empty"], "error: model.name=empty: the folder holds no config.json"),
         (["run"], "error: run: this run has no complete checkpoint"),
+        (["empty", "--config-dir=nowhere"], "error: --config-dir=nowhere: there is no such folder"),
+        (["file"], "error: model.name=file: this is a file; write a folder saved by save_pretrained"),
+        ([], "error: command line: the following arguments are required: MODEL_OR_RUN; write them as"),
         (["empty", "--bogus"], "error: command line: unrecognized arguments: --bogus"),
         (["empty", "eval.num_problem=3"], "error: eval.num_problem=3: there is no key"),
         (
@@ -91,6 +94,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(SystemExit) as stopped:
         main(words)
@@ -190,6 +194,17 @@ def test_code_that_the_configuration_of_a_run_names_does_not_run_unasked(
         ):
             model_argument.with_model(Config(), run, tmp_path / "merged", trusted=False)
         model_argument.with_model(Config(), run, tmp_path / "merged", trusted=True)
+
+
+def test_a_folder_for_results_that_cannot_be_made_is_one_line(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file/results"
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tiny_model_dir), "--config-name=grpo_quickstart", f"--output={folder}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith(f"error: --output={folder}: the folder cannot be made")
 
 
 def test_the_first_result_is_kept_if_the_second_model_fails(

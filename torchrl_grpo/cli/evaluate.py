@@ -22,6 +22,7 @@ from torchrl_grpo.cli.model_argument import ModelArgument
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.public import public_config
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models import kind, shape
 from torchrl_grpo.observe import evaluation_files
 from torchrl_grpo.observe.evaluation_files import Measured
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for each in configs:
                 shape.check_available(each.model)
                 kind.check_kind(each.model)
-            folder = new_folder(args.output or Path(time.strftime("evaluations/%Y-%m-%d/%H-%M-%S")))
+            folder = _new_folder(args.output or Path(time.strftime("evaluations/%Y-%m-%d/%H-%M-%S")))
             measured: list[Measured] = []
             try:
                 with screen.log_to_file(folder / "eval.log"):
@@ -119,6 +120,16 @@ def _without_training(cfg: Config) -> Config:
         policy=replace(cfg.policy, kl_coef=0.0, kl_target=None),
         ref_model=replace(cfg.ref_model, num_devices="auto", devices=None),
     )
+
+
+def _new_folder(folder: Path) -> Path:
+    try:
+        return new_folder(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--output={folder}: the folder cannot be made ({error.strerror}); write --output=FOLDER with "
+            "another one"
+        ) from error
 
 
 def _measure(cfg: Config, model: ModelArgument) -> Measured:

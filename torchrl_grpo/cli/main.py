@@ -137,7 +137,7 @@ def compose_job(
     """
     from torchrl_grpo.cli.compose import composer, open_free_form
 
-    extra = None if extra_dir is None else extra_dir.resolve()
+    extra = None if extra_dir is None else _folder("--config-dir", str(extra_dir))
     with composer(config_dir(), config_name.removesuffix(".yaml"), extra) as tree:
         (words,) = tree.jobs([open_free_form(word) for word in overrides], sweep=None)
         return resolve_job(tree.compose(words).node, check)

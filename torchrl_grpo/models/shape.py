@@ -144,9 +144,16 @@ def model_folder(cfg: ModelConfig) -> Path | None:
     Raises:
         ModelError: the folder does not exist or has no model.
     """
-    if cfg.name == smollm2.NAME or not _is_path(cfg.name):
+    if cfg.name == smollm2.NAME:
         return None
     path = expanded(cfg.name)
+    if path.is_file():
+        raise ModelError(
+            f"model.name={cfg.name}: this is a file; write a folder saved by save_pretrained, a name on the "
+            f"Hugging Face hub, or {smollm2.NAME}"
+        )
+    if not _is_path(cfg.name):
+        return None
     if not path.is_dir():
         raise ModelError(
             f"model.name={cfg.name}: there is no such folder; write a folder saved by save_pretrained, "
