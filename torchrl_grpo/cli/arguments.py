@@ -32,10 +32,10 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--version", action="version", version=f"torchrl-grpo {VERSION}")
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("the following arguments are required: "):
-            # argparse also names the keys, which may be left out.
-            message = message.replace(", KEY=VALUE", "")
-            raise ConfigError(f"command line: {message}; write them as --help shows")
+        # For what is missing, argparse names the keys too, which may be left out.
+        message = message.replace(", KEY=VALUE", "")
+        if not message.startswith("unrecognized"):
+            raise ConfigError(f"command line: {message}; write what --help shows")
         unknown = re.match(r"unrecognized arguments: (-[^\s=]+)(?:[= ]((?!-)[^\s=]+)(?=\s|$))?", message)
         advice = self.advice(unknown[1], unknown[2]) if unknown else None
         raise ConfigError(f"command line: {message}; {advice or 'write only options that --help lists'}")

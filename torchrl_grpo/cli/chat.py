@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.cli import model_argument
 from torchrl_grpo.cli.endings import exit_codes
 from torchrl_grpo.cli.model_argument import ModelArgument
+from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     with exit_codes():
         args = _parser().parse_args(argv)
+        _check(args)
         _quiet()
         models = {"model": model_argument.read(args.model)}
         if args.base is not None:
@@ -68,6 +71,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of sampled responses")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 <= args.temperature < math.inf:
+        wrong = "it must be 0 or a positive number"
+        raise bad_value(
+            "--temperature", args.temperature, wrong, "--temperature=0.8, or 0 for greedy answers"
+        )
+    if args.max_new_tokens < 1:
+        raise bad_value(
+            "--max-new-tokens", args.max_new_tokens, "it must be at least 1", "--max-new-tokens=512"
+        )
+    if not -(2**63) <= args.seed < 2**64:
+        raise bad_value("--seed", args.seed, "it has more than 64 bits", "--seed=0")
 
 
 def _quiet() -> None:
