@@ -114,7 +114,10 @@ def test_of_the_settings_in_a_models_folder_only_the_ends_count(
         (["~nobody/at"], "error: model.name=~nobody/at: there is no such folder"),
         (["two words"], "error: model.name=two words: there is no such folder, and a name on the"),
         (["MODEL", "--base", "a--b"], "error: model.name=a--b: there is no such folder, and a name on the"),
-        (["MODEL", "--temperature=-1"], "error: --temperature=-1.0: it must be 0 or a positive number; write"),
+        (
+            ["MODEL", "--temperature=-1"],
+            "error: --temperature=-1.0: it must be 0 or a positive number",
+        ),
         (["MODEL", "--temperature=nan"], "error: --temperature=nan: it must be 0 or a positive number"),
         (["MODEL", "--max-new-tokens=0"], "error: --max-new-tokens=0: it must be at least 1; write"),
         (
