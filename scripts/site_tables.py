@@ -84,5 +84,6 @@ def _presets() -> list[list[str]]:
 
 def _policy(name: str) -> dict[str, Any]:
     """Return the keys of ``policy`` as a run with the preset gets them."""
+    teacher = ["teacher_model.name=NAME"] if name == "distill" else []
     with composer(_ROOT / "config", "grpo_gsm8k") as tree:
-        return dataclasses.asdict(parse(tree.compose([f"policy={name}"]).node).policy)
+        return dataclasses.asdict(parse(tree.compose([f"policy={name}", *teacher]).node).policy)

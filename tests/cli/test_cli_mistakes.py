@@ -197,6 +197,50 @@ BAD: list[tuple[str, str]] = [
     ("policy.entropy_coef_max=0.1", "only read if policy.entropy_target is not null"),
     ("policy.max_refills=5", "write policy.constant_groups=refill policy.max_refills=5"),
     ("policy=maxent policy.tau=0 policy.kl_coef=0", "policy.tau=0.1"),
+    (
+        "policy=distill",
+        "teacher_model.name=null: policy.distill_coef=1.0, as policy=distill sets it, needs a t",
+    ),
+    ("teacher_model.name=smollm2-135m", "write policy=distill teacher_model.name=smollm2-135m, or"),
+    (
+        "policy.advantage_estimator=none",
+        "write policy=distill teacher_model.name=NAME, or policy.advantage_est",
+    ),
+    (
+        "policy=distill teacher_model.name=smollm2-135m policy.kl_coef=0.1",
+        "policy.kl_coef=0.1: with policy.distill_coef=1.0, as",
+    ),
+    (
+        "policy=distill teacher_model.name=smollm2-135m policy.kl_target=0.1 policy.init_kl_coeff=0.1",
+        "place of the reference model",
+    ),
+    ("policy=distill teacher_model.name=smollm2-135m ref_model.num_devices=1", "ref_model.num_devices=auto"),
+    (
+        "policy=distill teacher_model.name=smollm2-135m ref_model.refresh_frequency=1",
+        "there is no reference model",
+    ),
+    (
+        "policy=distill teacher_model.name=smollm2-135m policy.constant_groups=drop",
+        "policy.constant_groups=keep",
+    ),
+    ("policy=distill teacher_model.name=smollm2-135m policy.ratio=sequence", "policy.ratio=token"),
+    (
+        "policy=distill teacher_model.name=smollm2-135m policy.overlong=penalise",
+        "nothing is learned from rewards",
+    ),
+    (
+        "policy=distill teacher_model.name=smollm2-135m policy.reward_combination=apart",
+        "nothing is normalized with policy.advantage_estimator=none",
+    ),
+    (
+        "policy=maxent policy.kl_coef=0 teacher_model.name=smollm2-135m policy.distill_coef=1",
+        "judges each token",
+    ),
+    (
+        "policy=distill teacher_model.name=smollm2-135m teacher_model.devices=[0,0]",
+        "teacher_model.devices=[0]",
+    ),
+    ("policy=distill teacher_model.name=smollm2-135m policy.distill_coef=-1", "at least 0"),
     ("policy=maxent policy.tau=-1", "at least 0"),
     ("policy=maxent policy.q_temperature=0", "greater than 0"),
     ("policy=maxent policy.q_epsilon=0.2", "env.repeats=8"),
@@ -525,7 +569,7 @@ def test_a_folder_may_have_the_name_of_a_built_in_data_set(workplace: Path) -> N
         "inference_model.temperature=0.01 eval.temperature=0.01",
         "inference_model.backend=transformers inference_model.temperature=0.005 eval.temperature=0.005",
         *(
-            f"policy={path.stem}"
+            f"policy={path.stem}" + (" teacher_model.name=smollm2-135m" if path.stem == "distill" else "")
             for path in sorted((Path(__file__).parents[2] / "config/policy").glob("*.yaml"))
         ),
     ],

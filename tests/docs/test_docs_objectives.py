@@ -31,8 +31,9 @@ def objectives() -> str:
 @functools.cache
 def preset(name: str, primary: str = "grpo_gsm8k") -> dict[str, Any]:
     """The keys of ``policy`` as a run gets them."""
+    teacher = ["teacher_model.name=NAME"] if name == "distill" else []
     with composer(CONFIG, primary) as tree:
-        return dataclasses.asdict(parse(tree.compose([f"policy={name}"]).node).policy)
+        return dataclasses.asdict(parse(tree.compose([f"policy={name}", *teacher]).node).policy)
 
 
 def shown() -> dict[str, dict[str, str]]:

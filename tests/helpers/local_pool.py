@@ -124,7 +124,9 @@ class LocalReference:
     def __init__(self, cfg: Config, source: build.EngineSource, tokenizer: PreTrainedTokenizerBase) -> None:
         threads = torch.get_num_threads()
         form = source.autocast_dtype, source.shares_prefix
-        spec = ReferenceSpec(cfg, source.model, tokenizer.pad_token_id, threads, False, *form)
+        spec = ReferenceSpec(
+            cfg, source.frozen or source.model, tokenizer.pad_token_id, threads, False, *form
+        )
         self.scorer = ReferenceScorer(spec)
         self._thread = ThreadPoolExecutor(1)
 

@@ -133,3 +133,85 @@ def test_k1_in_the_reward_has_the_gradient_of_whole_responses() -> None:
         aggregation_length=1,
     )
     assert not torch.allclose(by_token, exact, rtol=0.1)
+
+
+def _gradients(policy: Policy, prefixes: Tensor, reference: Tensor) -> Tensor:
+    """Gradient of the KL divergence of the next token, weighted by the use of each row of the table."""
+    log_p = torch.log_softmax(policy.logits, -1)
+    by_row = (log_p.exp() * (log_p - reference.log())).sum(-1)
+    (gradient,) = torch.autograd.grad((prefixes * by_row).sum(), policy.logits)
+    return gradient
+
+
+def distilled(batch: TensorDict, policy: Policy, **keys: Any) -> tuple[float, Tensor]:
+    """Measured reverse KL, and gradient of the loss, with a teacher."""
+    given = {"distill_coef": 1.0, "advantage_estimator": "none", "advantage_std": "none", **keys}
+    loss, advantage = make_objective(policy, **given)
+    terms = loss(advantage.inv(batch))
+    (gradient,) = torch.autograd.grad(sum(terms[name] for name in loss.out_keys), policy.logits)
+    return float(terms["reverse_kl"]), gradient
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.25])
+def test_distillation_minimizes_the_exact_reverse_kl(coef: float) -> None:
+    policy, teacher = Policy(torch.tensor([COUNTS]).log()), torch.tensor([REFERENCE])
+    tokens = torch.tensor([token for token, count in enumerate(COUNTS) for _ in range(count)])[:, None]
+    value, gradient = distilled(batch_of(tokens, policy, teacher), policy, distill_coef=coef)
+    log_p = torch.log_softmax(policy.logits[0], -1).detach()
+    assert value == pytest.approx(float((log_p.exp() * (log_p - teacher[0].log())).sum()), rel=1e-12)
+    torch.testing.assert_close(gradient, coef * _gradients(policy, torch.ones(1), teacher), **EXACT)
+
+
+def test_distillation_takes_each_token_s_own_divergence() -> None:
+    """A token answers for the divergence at its own place, after the prefixes that the policy samples."""
+    policy, teacher, responses, prefixes = _two_tokens()
+    value, gradient = distilled(batch_of(responses, policy, teacher), policy)
+    # The loss is the mean over tokens, of which each response has two.
+    torch.testing.assert_close(gradient, _gradients(policy, prefixes, teacher) / 2, **EXACT)
+    log_p = torch.log_softmax(policy.logits, -1).detach()
+    exact = (prefixes * (log_p.exp() * (log_p - teacher.log())).sum(-1)).sum() / 2
+    assert value == pytest.approx(float(exact), rel=1e-12)
+
+
+def test_distillation_of_older_samples_has_the_present_policy_s_gradient() -> None:
+    """The ratio weighs samples of an older policy, and the advantage is that of the present one."""
+    older, teacher = Policy(torch.tensor([COUNTS]).log()), torch.tensor([REFERENCE])
+    tokens = torch.tensor([token for token, count in enumerate(COUNTS) for _ in range(count)])[:, None]
+    policy = Policy(torch.tensor([[0.3, -0.2, 0.1, 0.4]]))
+    batch = batch_of(tokens, older, teacher)
+    _, gradient = distilled(batch, policy, clip_epsilon=1.0, clip_epsilon_high=100.0)
+    torch.testing.assert_close(gradient, _gradients(policy, torch.ones(1), teacher), **EXACT)
+
+
+def test_distillation_is_added_to_the_advantage_of_rewards() -> None:
+    policy, teacher, responses, prefixes = _two_tokens()
+    batch = batch_of(responses, policy, teacher)
+    batch["next", "reward"] = responses.sum(-1).to(torch.get_default_dtype())[None, :, None]
+    _, both = distilled(batch.clone(), policy, advantage_estimator="group_mean", distill_coef=0.5)
+    loss, advantage = make_objective(policy, advantage_std="none")
+    terms = loss(advantage.inv(batch.clone()))
+    (rewards,) = torch.autograd.grad(terms["loss_objective"], policy.logits)
+    torch.testing.assert_close(both, rewards + _gradients(policy, prefixes, teacher) / 4, **EXACT)
+
+
+def test_every_group_has_a_signal_with_a_teacher() -> None:
+    """Groups of equal rewards, and of one response, get a gradient too."""
+    policy, teacher = Policy(torch.tensor([COUNTS]).log()), torch.tensor([REFERENCE])
+    batch = batch_of(torch.tensor([[1]]), policy, teacher)
+    loss, advantage = make_objective(policy, distill_coef=1.0, advantage_estimator="none")
+    batch = advantage.inv(batch)
+    assert not advantage.no_signal_mask(batch).any()
+    assert loss.has_gradient(batch).all()
+    assert float(batch["advantage"]) == 0.0
+
+
+def _two_tokens() -> tuple[Policy, Tensor, Tensor, Tensor]:
+    """A policy of two tokens, its teacher, a group with its expectations, and the use of each row."""
+    counts = torch.tensor([[2, 1], [1, 2], [2, 1]])
+    policy, teacher = Policy(counts.log()), torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.9, 0.1]])
+    responses = [
+        pair
+        for pair in itertools.product(range(2), repeat=2)
+        for _ in range(int(counts[0, pair[0]] * counts[1 + pair[0], pair[1]]))
+    ]
+    return policy, teacher, torch.tensor(responses), torch.tensor([1.0, 2 / 3, 1 / 3])

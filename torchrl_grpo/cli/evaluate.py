@@ -117,7 +117,7 @@ def _without_training(cfg: Config) -> Config:
     return replace(
         cfg,
         train_model=train,
-        policy=replace(cfg.policy, kl_coef=0.0, kl_target=None),
+        policy=replace(cfg.policy, kl_coef=0.0, kl_target=None, distill_coef=0.0),
         ref_model=replace(cfg.ref_model, num_devices="auto", devices=None),
     )
 

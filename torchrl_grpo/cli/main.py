@@ -114,7 +114,8 @@ def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
     """
     cfg = resolve.with_model(resolve.resolved(parse(node)))
     check(cfg)
-    kind.check_kind(cfg.model)
+    for model in derived.models_of(cfg):
+        kind.check_kind(model)
     return cfg
 
 
@@ -336,7 +337,8 @@ class _CommandLine:
                 if cfg.resume is None:
                     # Here, because torch is imported later, and by each training rank. A run that has ended
                     # needs no model.
-                    shape.check_available(cfg.model)
+                    for model in derived.models_of(cfg):
+                        shape.check_available(model)
             configs.append(cfg)
         return job, configs
 

@@ -112,7 +112,7 @@ def _of_lengths(read: Read) -> Iterator[Contradiction]:
 
 
 def _of_devices(read: Read) -> Iterator[Contradiction]:
-    for role in ("train_model", "inference_model", "ref_model"):
+    for role in ("train_model", "inference_model", "ref_model", "teacher_model"):
         count, devices = f"{role}.num_devices", f"{role}.devices"
         if read(devices) is not None and read(count) not in ("auto", len(read(devices))):
             yield Contradiction(devices, (count,))

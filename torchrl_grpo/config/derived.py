@@ -8,8 +8,11 @@ from dataclasses import replace
 from torchrl_grpo.config.schema import (
     Config,
     InferenceModelConfig,
+    ModelConfig,
     PolicyConfig,
     RefModelConfig,
+    TeacherModelConfig,
+    TeacherName,
     TrainModelConfig,
 )
 
@@ -86,6 +89,35 @@ def initial_kl_coef(policy: PolicyConfig) -> float:
 def needs_reference(policy: PolicyConfig) -> bool:
     """Return whether anything reads the reference model's log-probabilities."""
     return initial_kl_coef(policy) != 0 or policy.kl_target is not None
+
+
+def teacher_of(cfg: Config) -> TeacherName | None:
+    """Return the teacher, as the functions take it that load a model; None without distillation."""
+    if cfg.policy.distill_coef == 0:
+        return None
+    assert cfg.teacher_model.name is not None, "the checks have refused it"
+    return TeacherName(name=cfg.teacher_model.name, cache_dir=cfg.model.cache_dir)
+
+
+def models_of(cfg: Config) -> list[ModelConfig]:
+    """Return the models that a run loads: the policy's, and the teacher."""
+    teacher = teacher_of(cfg)
+    return [cfg.model] if teacher is None else [cfg.model, teacher]
+
+
+def needs_frozen_model(policy: PolicyConfig) -> bool:
+    """Return whether a frozen model scores the responses: the reference, or the teacher in its place."""
+    return policy.distill_coef != 0 or needs_reference(policy)
+
+
+def frozen_model(cfg: Config) -> RefModelConfig | TeacherModelConfig:
+    """Return the section that places the frozen model: of the teacher if there is one."""
+    return cfg.ref_model if cfg.policy.distill_coef == 0 else cfg.teacher_model
+
+
+def frozen_section(cfg: Config) -> str:
+    """Return the name of the section :func:`frozen_model`."""
+    return "ref_model" if cfg.policy.distill_coef == 0 else TeacherName.section
 
 
 def held_out_problems(cfg: Config) -> int:

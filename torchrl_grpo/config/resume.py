@@ -45,6 +45,9 @@ FREE_KEYS = (
     "train_model.parallelism",
     "ref_model.num_devices",
     "ref_model.devices",
+    "teacher_model.num_devices",
+    "teacher_model.devices",
+    "teacher_model.dtype",
     # The backend does not change the distribution that responses are sampled from.
     "inference_model.backend",
     # They belong to vLLM or to SGLang, so they must be removed when the backend changes. Some, such as vLLM's

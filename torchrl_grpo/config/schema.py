@@ -18,6 +18,7 @@ from torchrl_grpo.config.schema_models import (
     InferenceModelConfig,
     LoraConfig,
     RefModelConfig,
+    TeacherModelConfig,
     TrainModelConfig,
 )
 from torchrl_grpo.config.schema_task import EnvConfig, RewardConfig
@@ -52,6 +53,8 @@ __all__ = [
     "RefModelConfig",
     "RewardConfig",
     "SweepConfig",
+    "TeacherModelConfig",
+    "TeacherName",
     "TrainConfig",
     "TrainModelConfig",
     "keys",
@@ -64,6 +67,9 @@ _GRADERS = ", ".join(name for name, reward in REWARDS.items() if reward.is_corre
 @dataclass
 class ModelConfig:
     """The language model."""
+
+    # Section of the configuration that names the model, for messages.
+    section = "model"
 
     name: str = key(
         "smollm2-135m",
@@ -84,6 +90,17 @@ class ModelConfig:
         None,
         "Folder for downloaded and converted models; null means the usual cache.",
     )
+
+    @property
+    def shown(self) -> str:
+        """The key and its value, for messages about the model."""
+        return f"{self.section}.name={self.name}"
+
+
+class TeacherName(ModelConfig):
+    """The model of ``teacher_model.name``, as the functions take it that load a model."""
+
+    section = "teacher_model"
 
 
 @dataclass
@@ -412,6 +429,7 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
     ref_model: RefModelConfig = field(default_factory=RefModelConfig)
+    teacher_model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
     collector: CollectorConfig = field(default_factory=CollectorConfig)
     ray: RayConfig = field(default_factory=RayConfig)

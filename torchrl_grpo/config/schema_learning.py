@@ -75,7 +75,7 @@ class PolicyConfig:
         AdvantageEstimator.group_mean,
         "How rewards become advantages. group_mean and leave_one_out (mean of the other responses) subtract "
         "a baseline. reward takes the reward as it is. maxent derives a weight for each response of a group "
-        "(docs/objectives.md).",
+        "(docs/objectives.md). none learns nothing from rewards, for distillation alone.",
     )
     advantage_std: AdvantageStd = key(
         AdvantageStd.unbiased,
@@ -142,6 +142,10 @@ class PolicyConfig:
         10_000,
         "Responses over which the adapted coefficient may change by about a fifth.",
         only_with="policy.kl_target",
+    )
+    distill_coef: NonNegativeFloat = key(
+        0.0,
+        "Weight of the reverse KL divergence per token to the teacher, teacher_model.name. 0 has no teacher.",
     )
     kl_inference_coef: NonNegativeFloat = key(
         0.0,

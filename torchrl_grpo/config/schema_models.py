@@ -168,6 +168,34 @@ class RefModelConfig:
 
 
 @dataclass
+class TeacherModelConfig:
+    """The frozen model that teaches the policy by distillation."""
+
+    name: str | None = key(
+        None,
+        "Model whose distribution the policy learns: smollm2-135m, a hub name, or a folder, e.g. "
+        "RUN/checkpoints/STEP/model. Its tokenizer must have the policy's tokens. Code that comes with it is "
+        "not run.",
+        only_with="policy.distill_coef",
+    )
+    num_devices: int | str = key(
+        "auto",
+        "Devices of the teacher, which takes the place of the reference model: see ref_model.num_devices.",
+        only_with="policy.distill_coef",
+    )
+    devices: list[int] | None = key(
+        None,
+        "Numbers of the GPUs, e.g. [2]; null lets the planner choose.",
+        only_with="policy.distill_coef",
+    )
+    dtype: Dtype = key(
+        Dtype.auto,
+        "Number format of the teacher: auto, float32, bfloat16 or float16. auto computes as the policy does.",
+        only_with="policy.distill_coef",
+    )
+
+
+@dataclass
 class InferenceModelConfig:
     """The engine that generates."""
 

@@ -47,7 +47,9 @@ ProblemSampling = StrEnum("ProblemSampling", ["uniform", "pass_rate"])
 Surrogate = StrEnum("Surrogate", ["clip", "cispo", "log_likelihood", "sapo"])
 Level = StrEnum("Level", ["token", "sequence", "trajectory"])
 Aggregation = StrEnum("Aggregation", ["token", "sequence", "constant"])
-AdvantageEstimator = StrEnum("AdvantageEstimator", ["group_mean", "leave_one_out", "reward", "maxent"])
+AdvantageEstimator = StrEnum(
+    "AdvantageEstimator", ["group_mean", "leave_one_out", "reward", "maxent", "none"]
+)
 AdvantageStd = StrEnum("AdvantageStd", ["population", "unbiased", "batch", "none"])
 RewardCombination = StrEnum("RewardCombination", ["together", "apart"])
 ConstantGroups = StrEnum("ConstantGroups", ["keep", "drop", "refill"])

@@ -40,7 +40,7 @@ def check_kind(cfg: ModelConfig) -> None:
         return
     reads = "more than text" if any(key in settings for key in _MORE_THAN_TEXT) else "text with an encoder"
     raise ModelError(
-        f"model.name={cfg.name}: {', '.join(architectures) or settings.get('model_type')} reads {reads}, and "
+        f"{cfg.shown}: {', '.join(architectures) or settings.get('model_type')} reads {reads}, and "
         "transformers has no causal language model of this type; write the name of a text-only instruct "
         "model instead"
     )

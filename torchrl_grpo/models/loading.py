@@ -49,10 +49,7 @@ def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: the tokenizer cannot be loaded, has no end token, or has no chat template.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _cannot_load("tokenizer", cfg, error) from error
+    tokenizer = read_tokenizer(source, cfg)
     if cfg.chat_template is not None:
         path = expanded(cfg.chat_template)
         looks_like_file = "{" not in cfg.chat_template
@@ -64,38 +61,54 @@ def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = path.read_text() if looks_like_file else cfg.chat_template
     if tokenizer.chat_template is None:
         raise ModelError(
-            f"model.name={cfg.name}: its tokenizer has no chat template; "
+            f"{cfg.shown}: its tokenizer has no chat template; "
             "write model.chat_template=<path to a Jinja file> (or choose an instruct model)"
         )
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"model.name={cfg.name}: its tokenizer has no end-of-sequence token; choose another")
+        raise ModelError(f"{cfg.shown}: its tokenizer has no end-of-sequence token; choose another")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def check_context(source: str, cfg: Config) -> None:
-    """Reject a sequence length that the model does not support.
+def read_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of ``source`` as it is.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=cfg.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", cfg, error) from error
+    return tokenizer
+
+
+def check_context(source: str, cfg: Config, teacher: ModelConfig | None = None) -> None:
+    """Reject a sequence length that the model, or the teacher in its place, does not support.
 
     Raises:
         ModelError: ``inference_model.max_model_len`` exceeds the model's context, or the length from which on
             LongRoPE uses its second set of position factors.
     """
+    model = cfg.model if teacher is None else teacher
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _cannot_load("configuration", cfg.model, error) from error
+        raise _cannot_load("configuration", model, error) from error
     length = config.get_text_config().to_dict().get("max_position_embeddings")
     max_len = cfg.inference_model.max_model_len
     if length is not None and max_len > length:
         raise ModelError(
-            f"inference_model.max_model_len={max_len}: {cfg.model.name} supports at most {length} tokens; "
+            f"inference_model.max_model_len={max_len}: {model.name} supports at most {length} tokens; "
             f"write inference_model.max_model_len={length} or less"
         )
     length = _short_rope_length(config.get_text_config())
     if length is not None and max_len > length:
         raise ModelError(
-            f"inference_model.max_model_len={max_len}: beyond {length} tokens {cfg.model.name} uses other "
+            f"inference_model.max_model_len={max_len}: beyond {length} tokens {model.name} uses other "
             "position factors (longrope), and the choice depends on the other sequences of a batch; "
             f"write inference_model.max_model_len={length} or less"
         )
@@ -135,7 +148,7 @@ def load_model(
     options = {"device_map": {"": device}, **loading_options(quantized, device, dtype)}
     dtype_name = str(dtype).removeprefix("torch.")
     with stop_on_oom(
-        f"model.name={cfg.name}: memory ran out while it was loaded on {device} in {dtype_name}: {instead}"
+        f"{cfg.shown}: memory ran out while it was loaded on {device} in {dtype_name}: {instead}"
     ):
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -161,6 +174,6 @@ def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 def _cannot_load(what: str, cfg: ModelConfig, error: Exception) -> ModelError:
     return ModelError(
-        f"model.name={cfg.name}: the {what} cannot be loaded ({first_line(error)}); write {smollm2.NAME}, "
+        f"{cfg.shown}: the {what} cannot be loaded ({first_line(error)}); write {smollm2.NAME}, "
         "a local folder written by save_pretrained, or a hub name (with network, or already in its cache)"
     )

@@ -39,19 +39,32 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     _freeze_other_inputs(model)
     if cfg.attn_implementation != "auto":
         _set_attention(model, cfg)
+    check_logits(model)
+    if cfg.gradient_checkpointing:
+        _recompute_activations(model)
+
+
+def check_logits(model: PreTrainedModel, key: str = "model.name") -> None:
+    """Check that the model's logits are its output head applied to its last hidden state.
+
+    Args:
+        model: model in evaluation mode.
+        key: key that names the model, for messages.
+
+    Raises:
+        ModelError: they are not, so log-probabilities would be wrong.
+    """
     try:
         with trial.conditions(model):
             diff = trial.largest_difference(model, lambda: torch.tensor(max_logit_error(model)))
     except _UNSUPPORTED as error:
-        raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
+        raise ModelError(f"{type(model).__name__}: {error}; choose another {key}") from error
     if not diff <= trial.TOLERANCE:
         raise ModelError(
             f"{type(model).__name__}: its logits differ by {diff:.3g} from its output head applied to its "
             "last hidden state, so its forward pass scales or shifts them in a way that this version does "
-            "not support; choose another model.name"
+            f"not support; choose another {key}"
         )
-    if cfg.gradient_checkpointing:
-        _recompute_activations(model)
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:
@@ -190,7 +203,12 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
     )
 
 
-def shares_prefix(model: PreTrainedModel, requested: bool = True, longest: int | None = None) -> bool:
+def shares_prefix(
+    model: PreTrainedModel,
+    requested: bool = True,
+    longest: int | None = None,
+    key: str = "model.name",
+) -> bool:
     """Whether running a prompt once for several responses gives correct numbers, tested on a few tokens.
 
     If it does not although it is wanted, a warning is emitted. Then every response is run with its own prompt
@@ -200,6 +218,7 @@ def shares_prefix(model: PreTrainedModel, requested: bool = True, longest: int |
         model: prepared model, not yet sharded.
         requested: whether prompts should be shared. False only tests padding.
         longest: largest number of tokens in a sequence; None if unknown.
+        key: key that names the model, for messages.
 
     Raises:
         ModelError: padding changes the model's numbers, so it cannot be trained in batches.
@@ -231,14 +250,14 @@ def shares_prefix(model: PreTrainedModel, requested: bool = True, longest: int |
         try:
             diff = trial.largest_difference(model, lambda: difference(False))
         except _UNSUPPORTED as error:
-            raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
+            raise ModelError(f"{type(model).__name__}: {error}; choose another {key}") from error
     if not diff <= trial.TOLERANCE:
-        _refuse_padding(model, diff, narrowest)
+        _refuse_padding(model, diff, narrowest, key)
     return False
 
 
-def _refuse_padding(model: PreTrainedModel, diff: float, narrowest: int | None) -> NoReturn:
-    fix = "choose another model.name"
+def _refuse_padding(model: PreTrainedModel, diff: float, narrowest: int | None, key: str) -> NoReturn:
+    fix = f"choose another {key}"
     if narrowest is not None:
         with trial.conditions(model, longest=narrowest):
             short = trial.largest_difference(

@@ -121,7 +121,7 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
     if folder is None and cfg.name == smollm2.NAME:
         return _SMOLLM2
     if folder is None and _is_path(cfg.name):
-        return Unknown(f"model.name={cfg.name} is no folder with a config.json")
+        return Unknown(f"{cfg.shown} is no folder with a config.json")
     if folder is None:
         fetched = _fetch(cfg)
         if isinstance(fetched, Unknown):
@@ -130,10 +130,10 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
     try:
         settings = json.loads((folder / "config.json").read_text())
         shape = shape_of(settings, count_parameters(folder))
-        return shape or Unknown(f"the config.json of model.name={cfg.name} does not name its sizes")
+        return shape or Unknown(f"the config.json of {cfg.shown} does not name its sizes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ModelError(
-            f"model.name={cfg.name}: the model cannot be loaded, files in {folder} are damaged ({error}); "
+            f"{cfg.shown}: the model cannot be loaded, files in {folder} are damaged ({error}); "
             "write another folder or name, or fetch it again"
         ) from error
 
@@ -156,14 +156,14 @@ def model_folder(cfg: ModelConfig) -> Path | None:
         return None
     if not path.is_dir():
         raise ModelError(
-            f"model.name={cfg.name}: there is no such folder; write a folder saved by save_pretrained, "
+            f"{cfg.shown}: there is no such folder; write a folder saved by save_pretrained, "
             f"a name on the Hugging Face hub, or {smollm2.NAME}"
         )
     if (path / "adapter_config.json").exists():
-        raise ModelError(_only_adapters(cfg.name, path))
+        raise ModelError(_only_adapters(cfg, path))
     if not (path / "config.json").exists():
         raise ModelError(
-            f"model.name={cfg.name}: the folder holds no config.json; "
+            f"{cfg.shown}: the folder holds no config.json; "
             "write a folder saved by save_pretrained (of a run: checkpoints/<step>/model)"
         )
     return path
@@ -180,25 +180,25 @@ def check_available(cfg: ModelConfig) -> None:
         return
     if (why := hub.why_unreachable()) is not None:
         raise ModelError(
-            f"model.name={cfg.name}: the Hugging Face hub cannot be reached ({why}), and its cache on this "
+            f"{cfg.shown}: the Hugging Face hub cannot be reached ({why}), and its cache on this "
             f"machine does not have this model; write a folder saved by save_pretrained, or {smollm2.NAME}"
         )
-    if not on_hub.has_file(cfg.name, "config.json"):
+    if not on_hub.has_file(cfg.name, "config.json", cfg.section):
         raise ModelError(
-            f"model.name={cfg.name}: this repository of the Hugging Face hub has no config.json; write the "
+            f"{cfg.shown}: this repository of the Hugging Face hub has no config.json; write the "
             f"name of a model that transformers can load, or {smollm2.NAME}"
         )
 
 
-def _only_adapters(name: str, folder: Path) -> str:
+def _only_adapters(cfg: ModelConfig, folder: Path) -> str:
     merged = folder.parent / "merged"
     try:
         base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError, RecursionError):
         base = "an unknown model"
-    fix = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
+    fix = f"{cfg.section}.name={merged}" if merged.is_dir() else "the folder of a merged model"
     return (
-        f"model.name={name}: the folder holds adapters for {base} and no model; write {fix} instead "
+        f"{cfg.shown}: the folder holds adapters for {base} and no model; write {fix} instead "
         "(checkpoint.export_merged=true writes one with each checkpoint; docs/lora.md says how to later)"
     )
 
@@ -222,7 +222,7 @@ def local_folder(cfg: ModelConfig) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    on_hub.check_name(cfg.name)
+    on_hub.check_name(cfg.name, cfg.section)
     cached = try_to_load_from_cache(cfg.name, "config.json", cache_dir=cfg.cache_dir)
     return Path(cached).parent if isinstance(cached, str) else None
 
@@ -244,7 +244,7 @@ def _fetch(cfg: ModelConfig) -> Path | Unknown:
     # The error types depend on the library's HTTP client. No such error prevents planning.
     except Exception as error:  # noqa: BLE001
         reason = first_line(error)
-        return Unknown(f"the hub gave no config.json of model.name={cfg.name} ({reason})")
+        return Unknown(f"the hub gave no config.json of {cfg.shown} ({reason})")
 
 
 def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | None:

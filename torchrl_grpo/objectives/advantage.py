@@ -189,8 +189,11 @@ class GroupAdvantage(Transform):
         """Return ``[P]`` bool, True for groups whose responses all have the same reward, before any penalty.
 
         With ``policy.reward_combination=apart``, each reward with a weight other than 0 must be equal. With
-        ``policy.advantage_estimator=reward`` there is no baseline, so the rewards must be 0.
+        ``policy.advantage_estimator=reward`` there is no baseline, so the rewards must be 0. With a teacher,
+        every group has a signal.
         """
+        if self.cfg.distill_coef != 0:
+            return torch.zeros(len(tensordict), dtype=torch.bool)
         if self.cfg.advantage_estimator == "reward":
             return self._nonzero(tensordict["next", "reward"].squeeze(-1)).eq(0).all(1)
         if self.cfg.reward_combination == "together":
@@ -262,6 +265,8 @@ class GroupAdvantage(Transform):
 
     def _from_sum(self, tensordict: TensorDictBase, penalty: Tensor) -> Tensor:
         cfg = self.cfg
+        if cfg.advantage_estimator == "none":
+            return torch.zeros_like(penalty)
         rewards, rounding = self._penalized(tensordict["next", "reward"].squeeze(-1), penalty)
         if cfg.advantage_estimator == "maxent":
             return self._maxent(tensordict, rewards)

@@ -32,6 +32,10 @@ _USUAL_RATIO = 0.1
 class GroupPolicyLoss(LossModule):
     """``sum_it a_it (-c_it J_it + kl_coef k_it + kl_inference_coef k'_it) - entropy_coef sum_it H_it / N``.
 
+    With a teacher, the advantage of a token in ``J`` is that of its response plus ``distill_coef (log q_it -
+    log pi_it)``. ``q`` is the teacher, and ``pi`` the current policy, without gradient. The expected gradient
+    is then that of ``distill_coef KL(pi, q)`` of the next token after each prefix.
+
     ``i`` is a response, one of P x G, and ``t`` one of its tokens. ``J`` is the surrogate
     (:mod:`~torchrl_grpo.objectives.surrogates`). ``c`` is the correction for the mismatch of engine and
     trainer (:mod:`~torchrl_grpo.objectives.importance`). ``k`` and ``k'`` estimate the KL divergence to the
@@ -44,8 +48,8 @@ class GroupPolicyLoss(LossModule):
     The loss reads ``("tokens"|"masks", "prompt")`` ``[P, L]``,
     ``("tokens"|"masks"|"log_probs", "response")`` ``[P, G, T]``, ``("masks", "loss")`` ``[P, G, T]`` and
     ``"advantage"`` ``[P, G, 1]``. Depending on the configuration it also reads
-    ``("log_probs", "reference")`` and ``("log_probs", "proximal")`` ``[P, G, T]``. If the actor is a
-    ``TensorDictModule``, its ``in_keys`` replace the tokens and their masks.
+    ``("log_probs", "reference")``, of the reference or the teacher, and ``("log_probs", "proximal")``
+    ``[P, G, T]``. If the actor is a ``TensorDictModule``, its ``in_keys`` replace the tokens and their masks.
 
     Called with a batch, the loss returns a TensorDict. Called with tensors, in the order of ``in_keys`` or by
     name (``tokens_prompt=...``), it returns its ``out_keys`` as a tuple, or as one tensor if there is one
@@ -134,6 +138,11 @@ class GroupPolicyLoss(LossModule):
         self.__dict__["_network"] = network
 
     @property
+    def distills(self) -> bool:
+        """Whether a teacher's log-probabilities are in the batch."""
+        return self.cfg.distill_coef != 0
+
+    @property
     def functional(self) -> bool:
         """False: the parameters are the actor's own, not TorchRL's functional copy."""
         return False
@@ -147,7 +156,7 @@ class GroupPolicyLoss(LossModule):
         read += [keys.sample_log_prob, keys.advantage]
         if self.cfg.proximal == "trainer" and self.has_proximal_log_probs:
             read.append(keys.proximal_log_prob)
-        if self.kl.in_use:
+        if self.kl.in_use or self.distills:
             read.append(keys.ref_log_prob)
         return list(dict.fromkeys(read))
 
@@ -200,7 +209,7 @@ class GroupPolicyLoss(LossModule):
               ``kl_quarter_<n>``, the KL divergence from the engine in the n-th quarter of each response times
               the share of tokens there, and ``quarter_<n>``, that share; these are of the proximal policy
               with ``policy.proximal=trainer``;
-            * with a reference: ``kl_ref``;
+            * with a reference: ``kl_ref``; with a teacher: ``reverse_kl``, in nats;
             * with a correction: ``correction``, the mean weight, and ``correction_zero``, the fraction of
               weights that are 0.
 
@@ -237,10 +246,14 @@ class GroupPolicyLoss(LossModule):
             proximal = (
                 masked(keys.proximal_log_prob) if stored else log_probs.detach().masked_fill(outside, 0.0)
             )
+        advantage, reverse_kl = get(keys.advantage), None
+        if self.distills:
+            reverse_kl = log_probs.detach() - masked(keys.ref_log_prob)
+            advantage = advantage - self.cfg.distill_coef * reverse_kl
         objective, clipped = self._surrogate(
             aggregate_log_ratio(log_probs - proximal, mask, self.cfg.ratio),
             log_probs,
-            get(keys.advantage),
+            advantage,
             self.bounds,
             **self.cfg.surrogate_args,
         )
@@ -264,6 +277,8 @@ class GroupPolicyLoss(LossModule):
             out["kl_ref"] = mean(kl.detach())
             if self.cfg.kl_in == "loss":
                 out["loss_kl"] = self.kl.value * loss(kl)
+        if reverse_kl is not None:
+            out["reverse_kl"] = mean(reverse_kl)
         if self.cfg.kl_inference_coef != 0:
             out["loss_kl_inference"] = self.cfg.kl_inference_coef * loss(
                 kl_estimate(log_probs, sampled, "k3")
@@ -306,6 +321,7 @@ class GroupPolicyLoss(LossModule):
         other_terms = (
             (self.kl.in_use and self.cfg.kl_in == "loss")
             or self.cfg.kl_inference_coef != 0
+            or self.distills
             or self.entropy.in_use
         )
         nonzero = tensordict.get(self.tensor_keys.advantage).ne(0).flatten(1).any(1)

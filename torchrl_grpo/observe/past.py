@@ -32,6 +32,7 @@ class Setting:
         kl_estimator: value of ``policy.kl_estimator``.
         samples: responses to a prompt.
         has_baseline: whether a group of equal rewards teaches nothing.
+        has_teacher: whether a teacher judges each token.
     """
 
     float32: bool | None = None
@@ -39,6 +40,7 @@ class Setting:
     kl_estimator: str = "k3"
     samples: int = 1
     has_baseline: bool = True
+    has_teacher: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Setting:
@@ -55,13 +57,16 @@ class Setting:
         # Shares are raised to this power.
         if (samples := int(float(config["env"]["repeats"]))) < 1:
             raise ValueError(f"env.repeats={samples}: it must be at least 1")
+        # Runs of earlier versions have no such key.
+        has_teacher = float(config["policy"].get("distill_coef", 0.0)) != 0
         known = None if "auto" in formats else formats == {"float32", "no"}
         return cls(
             float32=False if formats & {"bfloat16", "float16", "bf16", "fp16"} else known,
             quantized=str(trainer["quantization"]) != "none" or "quantization" in engine["engine_args"],
             kl_estimator=str(config["policy"]["kl_estimator"]),
             samples=samples,
-            has_baseline=str(config["policy"]["advantage_estimator"]) != "reward",
+            has_baseline=not has_teacher and str(config["policy"]["advantage_estimator"]) != "reward",
+            has_teacher=has_teacher,
         )
 
 

@@ -91,8 +91,12 @@ def _value(row: Row, name: str) -> float | None:
 
 
 def _constant(row: Row, past: Past) -> float | None:
-    # Without a baseline, and with the KL in the reward, equal rewards still teach.
-    return 0.0 if row.get("advantage/abs_mean") else _value(row, "reward/constant_groups")
+    # Without a baseline, with the KL in the reward, and with a teacher, equal rewards still teach.
+    return (
+        0.0
+        if row.get("advantage/abs_mean") or past.setting.has_teacher
+        else _value(row, "reward/constant_groups")
+    )
 
 
 def _gradient(row: Row, past: Past) -> float | None:

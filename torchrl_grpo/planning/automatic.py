@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import needs_reference, num_devices, optim_batch_size
+from torchrl_grpo.config.derived import frozen_model, needs_frozen_model, num_devices, optim_batch_size
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.values import Parallelism
-from torchrl_grpo.models.shape import read_shape
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.advice import Changes, apply
 from torchrl_grpo.planning.planned import Planned
@@ -66,13 +65,12 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
     shards = list(_shards(configs[0], gpus)) if may_shard else []
     if not (divides or shards):
         return ()
-    shapes = {cfg.model.name: read_shape(cfg.model) for cfg in configs}
+    shapes = [preflight.shape_of(cfg) for cfg in configs]
 
     def plans(changes: Changes, fits: Callable[[Planned], bool]) -> list[Planned] | None:
         """Return the plans of all jobs; None if one is invalid or does not fit."""
         job_plans = []
-        for cfg in configs:
-            shape = shapes[cfg.model.name]
+        for cfg, shape in zip(configs, shapes, strict=True):
             planned = preflight.replan(apply(cfg, changes), asynchronous, hardware, shape)
             if planned is None or not fits(planned):
                 return None
@@ -122,7 +120,7 @@ def written(changes: Changes) -> str:
 
 def _leaves_open(cfg: Config) -> bool:
     """Return whether the planner may choose a number. Lists of GPUs, and a cluster, are the user's choice."""
-    roles = (cfg.train_model, cfg.inference_model, cfg.ref_model)
+    roles = (cfg.train_model, cfg.inference_model, frozen_model(cfg))
     decided = cfg.allocation_mode is not None or cfg.ray.address is not None
     named = decided or any(role.devices is not None for role in roles)
     return not named and "auto" in (cfg.train_model.num_devices, _engines(cfg))
@@ -175,16 +173,17 @@ def _divisions(cfg: Config, asynchronous: bool, gpus: int) -> Iterator[Division]
     if (
         takes_turns
         and asked_ranks in ("auto", gpus)
-        and (reference == 0 or cfg.ref_model.num_devices == "auto")
+        and (reference == 0 or frozen_model(cfg).num_devices == "auto")
     ):
         yield Division(gpus, gpus, shared=True)
 
 
 def _reference(cfg: Config, gpus: int) -> int:
-    """Return the number of GPUs that only the reference model uses, if engines and trainer are apart."""
-    if not needs_reference(cfg.policy) or cfg.train_model.lora.rank > 0:
+    """Return the number of GPUs that only the frozen model uses, if engines and trainer are apart."""
+    adapter_off = cfg.train_model.lora.rank > 0 and cfg.policy.distill_coef == 0
+    if not needs_frozen_model(cfg.policy) or adapter_off:
         return 0
-    reference_devices = cfg.ref_model.num_devices
+    reference_devices = frozen_model(cfg).num_devices
     # With two GPUs it shares the trainer's.
     return reference_devices if isinstance(reference_devices, int) else int(gpus > 2)
 

@@ -11,11 +11,14 @@ It does not count DDP's buckets, because gradients are views of them (``gradient
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import frozen_model, teacher_of
+from torchrl_grpo.config.schema import TeacherName
 from torchrl_grpo.config.values import MOMENT_BYTES, ZERO_STAGES, PrefixAttention
-from torchrl_grpo.models.shape import ModelShape
+from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction, Row
 from torchrl_grpo.planning.workload import MAX_ROWS, Workload, workload_of
@@ -341,25 +344,41 @@ def _generation(cfg: Config, shape: ModelShape, load: Workload, element: int) ->
 
 
 def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware: Hardware) -> list[Row]:
-    role = plan.reference
+    role, name = plan.reference, "teacher" if plan.teaches else "reference"
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
+    shape = _teacher_shape(cfg) or shape
     weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, hardware))
     work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
     if role.own_process:
-        return [Row("reference", "all", role.devices, weights, activations=work)]
-    rows = [Row("reference", phase, role.devices, weights) for phase in ("generate", "optimize")]
-    return [rows[0], Row("reference", "prepare", role.devices, weights, activations=work), rows[1]]
+        return [Row(name, "all", role.devices, weights, activations=work)]
+    rows = [Row(name, phase, role.devices, weights) for phase in ("generate", "optimize")]
+    return [rows[0], Row(name, "prepare", role.devices, weights, activations=work), rows[1]]
+
+
+def _teacher_shape(cfg: Config) -> ModelShape | None:
+    teacher = teacher_of(cfg)
+    if teacher is None:
+        return None
+    shape = read_teacher_shape(teacher.name, teacher.cache_dir)
+    assert isinstance(shape, ModelShape), "without it nothing is predicted"
+    return shape
+
+
+@functools.cache
+def read_teacher_shape(name: str, cache_dir: str | None) -> ModelShape | Unknown:
+    """Read the shape of a teacher once. Its memory is predicted many times."""
+    return read_shape(TeacherName(name=name, cache_dir=cache_dir))
 
 
 def reference_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
-    """Return the bytes of the reference model's weights.
+    """Return the bytes of the weights of the reference model, or of the teacher in its place.
 
     Args:
-        cfg: configuration; ``ref_model`` is read.
+        cfg: configuration; ``ref_model`` or ``teacher_model`` is read.
         shape: shape of the model.
         half: whether the trainer's autocast computes in 16 bits.
     """
-    dtype = cfg.ref_model.dtype
+    dtype = frozen_model(cfg).dtype
     if dtype == "auto" and half and cfg.ref_model.refresh_mix == 1:
         # Embedding and output head stay in float32, as in the trainer.
         return float(FLOAT * shape.outer + 2 * (shape.parameters - shape.outer))

@@ -78,6 +78,7 @@ def _plan_cpu(request: Request) -> Plan:
         transfer,
         _notes(request),
         ranks=request.ranks,
+        teaches=request.teaches,
     )
 
 
@@ -234,6 +235,7 @@ class _Allocator:
             transfer,
             _notes(request),
             ranks=request.ranks,
+            teaches=request.teaches,
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:
@@ -319,14 +321,14 @@ class _Allocator:
             why = "ray.address: which other GPUs are free is not known here; shares the trainer's"
             return RolePlan(_names(trainer[:1]), "colocated", why)
         gpus = self._take(request.reference, trainer)
-        why_prefix = "as ref_model.devices says: " if named else ""
+        why_prefix = f"as {request.reference.key}.devices says: " if named else ""
         one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
         if set(gpus) & set(trainer):
             return RolePlan(_names(gpus), "colocated", f"{why_prefix or f'{one_gpu}: '}shares the trainer's")
         if set(gpus) & set(engine):
             return RolePlan(_names(gpus), "colocated", f"{why_prefix}shares the engine's")
         # On a Ray cluster, Ray chooses the GPUs of other processes. So only the trainer's own process can
-        # score on the GPUs that ref_model.devices names.
+        # score on the GPUs that the configuration names.
         if request.reference_in_own_processes and not request.cluster:
             return _reference_actors(request, _names(gpus), why_prefix)
         own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"

@@ -39,7 +39,7 @@ class Plan:
         train: placement of the trained model, with one process (rank) per device.
         inference: placement of the engines. Without processes of their own, one engine runs in the process of
             the trainer or of each rank.
-        reference: placement of the reference model.
+        reference: placement of the reference model, or of the teacher in its place.
         num_gpus: number of GPUs of this machine.
         sleeps: whether the engine frees its memory while the trainer trains.
         asynchronous: whether the script is grpo-async.py, whose engines generate while the trainer trains.
@@ -52,6 +52,7 @@ class Plan:
         token_budget: largest number of tokens in a micro-batch; None takes that of the configuration.
         offload_optimizer: whether the optimizer's moments wait in host memory while the engine generates.
         ranks: number of training ranks on all machines, if a launcher has started them.
+        teaches: whether that model is a teacher.
         max_num_seqs: largest number of responses that vLLM decodes at a time on a GPU; None on a CPU.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     weight_transfer: str = "in_process"
     notes: tuple[str, ...] = ()
     token_budget: int | None = None
+    teaches: bool = False
     max_num_seqs: int | None = None
     offload_optimizer: bool = False
     ranks: int = 1
@@ -126,7 +128,8 @@ class Plan:
 
     def table(self) -> str:
         """Return the plan as aligned lines, followed by its notes."""
-        roles = (("train", self.train), ("inference", self.inference), ("reference", self.reference))
+        frozen = "teacher" if self.teaches else "reference"
+        roles = (("train", self.train), ("inference", self.inference), (frozen, self.reference))
         rows = [("role", "devices", "placement", "why")]
         rows += [(name, show_devices(role.devices), role.placement, role.why) for name, role in roles]
         if self.idle:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import load_built_in
 from torchrl_grpo.config.checks import schedule, validate
+from torchrl_grpo.config.derived import models_of, teacher_of
 from torchrl_grpo.config.engines import engines_with, reference_engine
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import ZERO_STAGES, Proximal
@@ -56,10 +57,25 @@ def make(cfg: Config, asynchronous: bool, hardware: Hardware) -> Planned:
         ConfigError: requested devices do not exist.
         ModelError: the model's files are damaged, or the model is not a causal language model.
     """
-    shape = read_shape(cfg.model)
+    shape = shape_of(cfg)
     # The kind of a model on the hub is unknown until read_shape() has fetched its config.json.
-    check_kind(cfg.model)
+    for model in models_of(cfg):
+        check_kind(model)
     return _make_plan(cfg, asynchronous, hardware, shape)
+
+
+def shape_of(cfg: Config) -> ModelShape | Unknown:
+    """Return the shape of the model, or why memory cannot be predicted: it or the teacher is unknown.
+
+    Raises:
+        ModelError: the files of a model are damaged.
+    """
+    teacher = teacher_of(cfg)
+    if teacher is not None:
+        teacher_shape = memory.read_teacher_shape(teacher.name, teacher.cache_dir)
+        if isinstance(teacher_shape, Unknown):
+            return teacher_shape
+    return read_shape(cfg.model)
 
 
 def place(cfg: Config, asynchronous: bool, num_gpus: int) -> Plan:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.config.allocation import meaning
-from torchrl_grpo.config.derived import needs_reference
+from torchrl_grpo.config.derived import frozen_model, frozen_section, needs_frozen_model
 from torchrl_grpo.config.engines import DEFAULT_ENGINE, EngineKind, engine_kind
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.schema import TeacherName
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import Config
@@ -43,11 +44,11 @@ class Request:
     Attributes:
         train: devices of the trained model.
         inference: devices of the engines.
-        reference: devices of the reference model.
+        reference: devices of the reference model, or of the teacher in its place.
         asynchronous: whether the script is grpo-async.py, whose engines generate while the trainer trains.
         cluster: whether the engines run on a Ray cluster, which has GPUs of its own.
-        uses_reference: whether anything reads the reference model's log-probabilities.
-        lora: whether only adapters are trained. The reference is then the same model without them.
+        uses_reference: whether anything reads the log-probabilities of that model.
+        lora: whether only adapters are trained, and the reference is the same model without them.
         backend: value of ``inference_model.backend``.
         engine_size: number of devices of one engine.
         one_device: overrides with which an engine has one device, for error messages.
@@ -81,6 +82,11 @@ class Request:
     ranks: int = 1
     reference_in_own_processes: bool = False
     allocation_mode: str = ""
+
+    @property
+    def teaches(self) -> bool:
+        """Whether a teacher takes the place of the reference model."""
+        return self.reference.key == TeacherName.section
 
     @property
     def engine(self) -> EngineKind:
@@ -119,14 +125,15 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
     count = servers or inference.num_devices
     if size > 1 and count == "auto" and inference.devices is None:
         count = size
+    frozen = frozen_model(cfg)
     return Request(
         train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
         inference=_role("inference_model", count, inference.devices),
-        reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
+        reference=_role(frozen_section(cfg), frozen.num_devices, frozen.devices),
         asynchronous=asynchronous,
         cluster=cfg.ray.address is not None,
-        uses_reference=needs_reference(cfg.policy),
-        lora=cfg.train_model.lora.rank > 0,
+        uses_reference=needs_frozen_model(cfg.policy),
+        lora=cfg.train_model.lora.rank > 0 and cfg.policy.distill_coef == 0,
         backend=cfg.inference_model.backend,
         engine_size=size,
         one_device=" ".join(

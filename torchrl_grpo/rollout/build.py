@@ -64,6 +64,7 @@ class EngineSource:
         shares_prefix: whether the trainer computes a prompt once per group; the reference does the same.
         make_engine: function that builds an engine in this process: :func:`build_engine`, or one that builds
             a part of the engine on each rank.
+        frozen: folder or hub name of the reference or teacher in separate processes; None for ``model``.
     """
 
     weights: str
@@ -73,6 +74,7 @@ class EngineSource:
     autocast_dtype: torch.dtype | None
     shares_prefix: bool
     make_engine: MakeEngine = build_engine
+    frozen: str | None = None
 
     def max_num_seqs(self, cfg: Config) -> int:
         """Return the largest number of responses that an engine decodes at a time."""
@@ -202,7 +204,7 @@ def _reference_actors(
 
     spec = ReferenceSpec(
         cfg=cfg,
-        source=source.model,
+        source=source.frozen or source.model,
         pad_token_id=worker.pad_token_id,
         threads=worker.threads,
         on_gpu=worker.on_gpu,

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import needs_reference, with_total_turns
+from torchrl_grpo.config.derived import needs_frozen_model, with_total_turns
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
@@ -29,7 +29,7 @@ from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.build import weights_source
 from torchrl_grpo.models.precision import resolve_dtype
-from torchrl_grpo.models.reference import load_reference
+from torchrl_grpo.models.reference import frozen_source, load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.guards import Guards
@@ -152,6 +152,7 @@ def _build(
     base_model = loading.resolve(cfg.model)
     tokenizer = loading.load_tokenizer(base_model, cfg.model)
     loading.check_context(base_model, cfg)
+    frozen = frozen_source(cfg, base_model, tokenizer)
     problems, evaluator = prepare(cfg, tokenizer, job.problems, job.grader, messages)
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
     initial_weights = weights_source(cfg, base_model, resume_from)
@@ -182,6 +183,7 @@ def _build(
     engine_source = EngineSource(
         weights=initial_weights,
         model=base_model,
+        frozen=frozen,
         plan=plan,
         eos_token_ids=loading.end_token_ids(learner.model, tokenizer),
         autocast_dtype=learner.autocast_dtype,
@@ -195,7 +197,7 @@ def _build(
     exit_stack.callback(collector.shutdown)
     # A reference model in processes of its own scores a group before the group reaches the trainer.
     in_trainer = not plan.reference.own_process
-    reference = build_reference(cfg, base_model, plan.reference_devices, learner) if in_trainer else None
+    reference = build_reference(cfg, frozen, plan.reference_devices, learner) if in_trainer else None
     transforms = [*([reference] if reference else []), *learner.proximal_transforms(), learner.advantage]
     buffer = GroupBuffer(
         cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
@@ -306,20 +308,21 @@ def _open_outputs(
 def build_reference(
     cfg: Config, source: str, devices: Sequence[str], learner: Learner
 ) -> LogProbScorer | None:
-    """Build the reference scorer. Return None, without loading a model, if nothing needs it.
+    """Build the scorer of the reference, or of the teacher in its place; None if nothing needs one.
 
     With LoRA, the frozen base model doubles as the reference.
 
     Args:
-        cfg: configuration; ``policy``, ``ref_model``, ``train_model`` and ``model`` are read.
-        source: folder or hub name of the reference model.
+        cfg: configuration; ``policy``, ``ref_model``, ``teacher_model``, ``train_model`` and ``model`` are
+            read.
+        source: folder or hub name of the frozen model.
         devices: devices that each get a copy, which scores its share of the groups.
         learner: trained model. A reference with float32 weights computes in the same autocast dtype.
     """
-    if not needs_reference(cfg.policy):
+    if not needs_frozen_model(cfg.policy):
         return None
     temperature = cfg.inference_model.temperature
-    if cfg.train_model.lora.rank > 0:
+    if cfg.train_model.lora.rank > 0 and cfg.policy.distill_coef == 0:
         policy = learner.model
         scorer = TokenScorer(
             policy,

@@ -48,6 +48,7 @@ _METRICS = {
     "loss_kl_inference": "loss/kl_inference",
     "loss_entropy": "loss/entropy",
     "kl_ref": "kl/reference",
+    "reverse_kl": "distill/reverse_kl",
     "kl_approx": "kl/sampling_policy",
     "entropy": "policy/entropy",
     "clip_fraction": "policy/clip_fraction",

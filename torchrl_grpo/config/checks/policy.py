@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from torchrl_grpo.config.checks.unread import as_set
+from torchrl_grpo.config.checks.unread import as_set, check_unset
 from torchrl_grpo.config.derived import initial_kl_coef, needs_reference, optim_batch_size
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import SURROGATE_OPTIONS
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MAXENT = f"policy.advantage_estimator={as_set('maxent', 'policy.advantage_estimator')}"
 _OTHER_ESTIMATOR = "policy=grpo policy.advantage_estimator=group_mean"
+_HAVE_TEACHER = "policy=distill teacher_model.name=NAME"
 _COMBINATION, _TOGETHER = "policy.reward_combination", "policy.reward_combination=together"
 
 
@@ -25,11 +26,12 @@ def check_policy(cfg: Config) -> None:
         ConfigError: a value is invalid; the error names the first one found.
     """
     policy = cfg.policy
-    if cfg.env.repeats == 1 and policy.advantage_estimator != "reward":
+    has_baseline = policy.advantage_estimator not in ("reward", "none")
+    if cfg.env.repeats == 1 and has_baseline:
         wrong = "it must be at least 2, because a group of one has no advantage"
         raise bad_value("env.repeats", 1, wrong, "env.repeats=8")
-    if policy.advantage_estimator == "reward" and policy.reward_combination == "apart":
-        wrong = "nothing is normalized with policy.advantage_estimator=reward"
+    if not has_baseline and policy.reward_combination == "apart":
+        wrong = f"nothing is normalized with policy.advantage_estimator={policy.advantage_estimator}"
         raise bad_value(_COMBINATION, "apart", wrong, _TOGETHER)
     if policy.kl_in == "loss" and needs_reference(policy) and policy.kl_estimator == "k1":
         wrong = "its gradient is zero on average in the loss, so it would only add noise"
@@ -46,6 +48,7 @@ def check_policy(cfg: Config) -> None:
         fix = f"policy.proximal=trainer policy.correction={policy.correction}"
         raise bad_value("policy.correction", policy.correction, wrong, fix)
     _check_maxent(cfg)
+    _check_teacher(cfg)
     length, buffer = cfg.inference_model.max_new_tokens, policy.overlong_buffer
     if buffer is not None and buffer > length:
         wrong = f"it is longer than a response, inference_model.max_new_tokens={length}"
@@ -130,3 +133,35 @@ def _check_maxent(cfg: Config) -> None:
     if policy.q_epsilon * cfg.env.repeats > 1:
         wrong = f"it is more than one divided by env.repeats={cfg.env.repeats}"
         raise bad_value("policy.q_epsilon", policy.q_epsilon, wrong, "policy.q_epsilon=1e-6")
+
+
+def _check_teacher(cfg: Config) -> None:
+    policy = cfg.policy
+    if policy.distill_coef == 0:
+        if policy.advantage_estimator == "none":
+            wrong = "without a teacher nothing would be learned"
+            fix = f"{_HAVE_TEACHER}, or policy.advantage_estimator=group_mean"
+            raise bad_value("policy.advantage_estimator", "none", wrong, fix)
+        return
+    coef = f"policy.distill_coef={as_set(policy.distill_coef, 'policy.distill_coef')}"
+    if cfg.teacher_model.name is None:
+        wrong = f"{coef} needs a teacher"
+        fix = "teacher_model.name= and the name of a model on the hub, or the folder of one"
+        raise bad_value("teacher_model.name", None, wrong, fix)
+    instead = f"with {coef} the teacher takes the place of the reference model"
+    check_unset(cfg, "policy", "kl_coef init_kl_coeff kl_target", instead)
+    check_unset(cfg, "ref_model", "num_devices devices dtype", f"{instead}, and teacher_model has its keys")
+    if policy.advantage_estimator == "maxent":
+        wrong = f"{_MAXENT} weighs whole responses, and a teacher judges each token"
+        raise bad_value("policy.distill_coef", policy.distill_coef, wrong, _OTHER_ESTIMATOR)
+    if policy.constant_groups != "keep":
+        wrong = f"with {coef} a group of equal rewards teaches too"
+        raise bad_value(
+            "policy.constant_groups", policy.constant_groups, wrong, "policy.constant_groups=keep"
+        )
+    if policy.ratio != "token":
+        wrong = f"with {coef} each token has an advantage, and needs a ratio, of its own"
+        raise bad_value("policy.ratio", policy.ratio, wrong, "policy.ratio=token")
+    if policy.advantage_estimator == "none" and policy.overlong == "penalise":
+        wrong = "with policy.advantage_estimator=none nothing is learned from rewards"
+        raise bad_value("policy.overlong", "penalise", wrong, "policy.overlong=keep or policy.overlong=mask")

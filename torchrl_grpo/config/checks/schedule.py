@@ -51,7 +51,7 @@ def _check_sft(cfg: Config) -> None:
             raise bad_value(key, value, f"{wrong} {sft}", f"{key}={needed}")
     for section, names, wrong in (
         ("policy", "reward_shift reward_scale reward_clip constant_groups", "solutions have no rewards"),
-        ("policy", "kl_inference_coef correction", "a solution was not sampled"),
+        ("policy", "kl_inference_coef correction distill_coef", "a solution was not sampled"),
         ("inference_model", "temperature", "nothing is sampled in training"),
         ("env", "sampling", "solutions have no pass rate"),
         ("env", "environment tools", "solutions have one turn"),

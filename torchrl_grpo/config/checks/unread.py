@@ -19,6 +19,8 @@ _SETS = {
     "policy.surrogate=sapo": "policy=sapo",
     "policy.surrogate=log_likelihood": "+method=sft",
     "policy.advantage_estimator=maxent": "policy=maxent",
+    "policy.advantage_estimator=none": "policy=distill",
+    "policy.distill_coef=1.0": "policy=distill",
 }
 # Setting of key(only_with=...) -> words that turn it on, if it is not enough by itself.
 _TURNED_ON = {
@@ -29,6 +31,7 @@ _TURNED_ON = {
     "policy.correction=mask": "policy.proximal=trainer policy.correction=mask",
     "policy.kl_target": "policy.kl_target=0.1",
     "policy.entropy_target": "policy.entropy_target=1.0",
+    "policy.distill_coef": "policy=distill",
     "train_model.lora.rank": "train_model.lora.rank=16",
     "hub.push": "hub.push=ORG/NAME",
     "ref_model.refresh_frequency": "ref_model.refresh_frequency=100",

@@ -30,7 +30,13 @@ from torchrl_grpo.config.values import LOGGERS, ZERO_STAGES, PrefixAttention
 from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+    from torchrl_grpo.config.schema import (
+        Config,
+        InferenceModelConfig,
+        RefModelConfig,
+        TeacherModelConfig,
+        TrainModelConfig,
+    )
 
 # Limit of W&B.
 _TAG_LENGTH = 64
@@ -151,9 +157,10 @@ def _check_train_model(cfg: Config) -> None:
 
 
 def _check_devices(cfg: Config) -> None:
-    sections: dict[str, TrainModelConfig | RefModelConfig | InferenceModelConfig] = {
+    sections: dict[str, TrainModelConfig | RefModelConfig | TeacherModelConfig | InferenceModelConfig] = {
         "train_model": cfg.train_model,
         "ref_model": cfg.ref_model,
+        "teacher_model": cfg.teacher_model,
         "inference_model": cfg.inference_model,
     }
     for name, section in sections.items():

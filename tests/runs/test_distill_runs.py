@@ -1,0 +1,106 @@
+"""Whole runs with a teacher: its word on each token, resumed, with adapters, in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from local_pool import LocalPool, collect_locally
+from tiny_model import build_tiny_model
+from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import AdvantageEstimator
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.rollout import build
+from torchrl_grpo.tools.verify_resume import read
+from torchrl_grpo.training.job import run_async
+
+pytestmark = pytest.mark.float32
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the policy's tokenizer."""
+    return build_tiny_model(tmp_path_factory.mktemp("teacher"), seed=5)
+
+
+@pytest.fixture(autouse=True)
+def distill(config: Config, teacher: Path) -> None:
+    config.policy.distill_coef = 1.0
+    config.policy.advantage_estimator = AdvantageEstimator.none
+    config.teacher_model.name = str(teacher)
+    config.eval.num_problems = config.eval.frequency = 0
+
+
+def test_the_policy_comes_nearer_to_its_teacher(
+    train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = train("run", train__total_dialog_turns=160, optimizer__lr=3e-2, optimizer__eps=1e-8)
+    divergences = [line["distill/reverse_kl"] for line in lines]
+    assert divergences[-1] < 0.7 * divergences[0]
+    assert {line["advantage/abs_mean"] for line in lines} == {0.0}
+    assert any(line["reward/mean"] > 0 for line in lines), "rewards are still measured"
+    assert "no group" not in capsys.readouterr().out
+
+
+def test_a_teacher_that_is_the_policy_says_nothing(train: Runner, config: Config) -> None:
+    first = train("run", teacher_model__name=config.model.name, train__total_dialog_turns=16)[0]
+    assert first["distill/reverse_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert first["optimizer/grad_norm"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_how_the_prompts_are_run_changes_nothing(train: Runner) -> None:
+    settings = {"train__total_dialog_turns": 32, "train__optim_batch_size": 8}
+    whole = without_eval(train("shared", **settings))
+    apart = without_eval(train("apart", train_model__shared_prefix=False))
+    pieces = without_eval(
+        train("pieces", train__max_tokens_per_microbatch=200, train_model__shared_prefix=True)
+    )
+    for others in (apart, pieces):
+        for line, other in zip(whole, others, strict=True):
+            assert other["distill/reverse_kl"] == pytest.approx(line["distill/reverse_kl"], abs=1e-5)
+            assert other["loss/total"] == pytest.approx(line["loss/total"], abs=1e-5)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(train: Runner, tmp_path: Path) -> None:
+    settings = {"train__optim_batch_size": 4, "policy__proximal": "trainer"}
+    whole = train("whole", train__checkpoint_frequency=0, **settings)
+    # The third step is inside of the first round.
+    train("broken", train__checkpoint_frequency=3, checkpoint__keep=9)
+    assert train("broken", resume=str(tmp_path / "broken/checkpoints/3")) == whole
+
+
+def test_adapters_learn_from_a_teacher_beside_them(train: Runner, config: Config) -> None:
+    config.train_model.lora.rank = 4
+    lines = train("run", train__total_dialog_turns=160, optimizer__lr=1e-2, optimizer__eps=1e-8)
+    assert lines[-1]["distill/reverse_kl"] < 0.9 * lines[0]["distill/reverse_kl"]
+
+
+def test_a_teacher_in_a_process_of_its_own_says_the_same(
+    train: Runner, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[LocalPool] = []
+    monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools))
+    config.collector.max_policy_age = 1
+    runs = {}
+    for devices in ("auto", 1):
+        config.teacher_model.num_devices = devices
+        run_async(config, tmp_path / str(devices))
+        runs[devices] = read(tmp_path / f"{devices}/metrics.jsonl")
+    assert runs[1][0]["distill/reverse_kl"] == pytest.approx(runs["auto"][0]["distill/reverse_kl"], abs=1e-5)
+    assert runs[1][0]["distill/reverse_kl"] > 0.1
+
+
+def test_a_teacher_with_other_tokens_is_refused(train: Runner, config: Config, smollm2_dir: Path) -> None:
+    config.teacher_model.name = str(smollm2_dir)
+    message = "teacher_model.name=.*: its tokenizer is another one than that of model.name=.*, and a teacher"
+    with pytest.raises(ModelError, match=message):
+        train("run")
+
+
+def test_a_teacher_with_a_short_context_is_refused(train: Runner, config: Config, teacher: Path) -> None:
+    config.inference_model.max_model_len = 1025
+    config.model.name = str(teacher)
+    with pytest.raises(ModelError, match=r"inference_model.max_model_len=1025: .* supports at most 1024"):
+        train("run")
