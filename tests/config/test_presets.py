@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "KL to the sampler": {"kl_inference_coef": 0.4},
     "KL to both": {"kl_inference_coef": 0.4, "kl_coef": 0.1},
     "proximal": {"proximal": "trainer"},
+    "a teacher beside rewards": {"distill_coef": 0.3, "proximal": "trainer"},
     "TIS": {"proximal": "trainer", "correction": "truncate", "correction_cap": 1.1},
     "TIS of trajectories": {
         "proximal": "trainer",
@@ -193,6 +194,8 @@ def test_every_key_of_the_policy_is_in_a_case() -> None:
         "entropy_target",
         "entropy_delta",
         "entropy_coef_max",
+        # tests/objectives/test_kl_gradients.py
+        "distill_top_k",
     }
     assert {field.name for field in dataclasses.fields(PolicyConfig)} - turned - {"tau"} == elsewhere
 
@@ -251,7 +254,7 @@ def test_micro_batches_padding_and_order_change_nothing(case: str) -> None:
     assert_same(whole, model_gradients(case, batch[[2, 0, 3, 1]]))
 
 
-@pytest.mark.parametrize("case", PRESETS)
+@pytest.mark.parametrize("case", [name for name in PRESETS if name != "distill"])
 def test_a_group_of_equal_rewards_moves_nothing(case: str) -> None:
     keys = settings_of(case)
     if keys["kl_coef"]:

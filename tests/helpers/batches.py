@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_grpo.batch.micro_batches import TokenBudget, split_evenly
 from torchrl_grpo.config.schema import PolicyConfig
-from torchrl_grpo.models.scoring.token_scorer import TokenScores
+from torchrl_grpo.models.scoring.scores import TokenScores
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.objectives.loss import GroupPolicyLoss

@@ -42,7 +42,7 @@ def shaped(cfg: PolicyConfig, reward: float) -> float:
 
 def normalized(cfg: PolicyConfig, group: list[float], everything: list[float]) -> list[float]:
     """Advantages of one group."""
-    if max(group) == min(group):
+    if max(group) == min(group) or cfg.advantage_estimator == "none":
         return [0.0] * len(group)
     out = []
     for i, reward in enumerate(group):
@@ -165,7 +165,9 @@ def loss_by_hand(cfg: PolicyConfig, batch: TensorDict, new: Tensor, longest: int
             for i, t in enumerate(kept):
                 r = torch.exp(level(cfg.ratio, ratios[i], ratios))
                 w = corrected(cfg, math.exp(level(cfg.correction_level, gaps[i], gaps)))
-                term = -w * surrogate_by_hand(cfg, r, new[p, s, t], advantages[p][s])
+                # A teacher finds the token more or less probable than the policy does.
+                own = advantages[p][s] + cfg.distill_coef * float(ref[p, s, t] - new[p, s, t])
+                term = -w * surrogate_by_hand(cfg, r, new[p, s, t], own)
                 if cfg.kl_in == "loss" and cfg.kl_coef:
                     term = term + cfg.kl_coef * k_by_hand(cfg.kl_estimator, new[p, s, t], ref[p, s, t])
                 if cfg.kl_inference_coef:

@@ -12,7 +12,7 @@ from pretended_cuda import PretendedCuda
 from rounding import EXACT, float64
 from torch import Tensor
 
-from torchrl_grpo.models.scoring.head import HeadOptions, score_tokens
+from torchrl_grpo.models.scoring.head import HeadOptions, score_tokens, top_tokens
 
 
 def problem(n: int, width: int, vocab: int, *, bias: bool = False, seed: int = 0) -> list[Any]:
@@ -62,6 +62,47 @@ def test_blocks_equal_full_logits_with_gradients(
     )
     for ours, theirs in zip([*found, *slopes], [*values, *gradients], strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("block", [1, 64, 10**7])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("temperature,softcap,scale", [(0.6, None, 0.25), (1.3, 4.0, 1.0)])
+def test_several_targets_of_a_position_equal_full_logits_with_gradients(
+    block: int, entropy_gradient: bool, temperature: float, softcap: float | None, scale: float
+) -> None:
+    hidden, _, weight, bias = problem(9, 6, 23, bias=True)
+    # The same token may be there twice.
+    targets = torch.randint(0, 23, (9, 4), generator=torch.Generator().manual_seed(1))
+    targets[0, 1] = targets[0, 0]
+    options = HeadOptions(temperature, softcap, torch.float64, entropy_gradient, scale)
+    slopes = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+    # A row without a slope is left out of the backward pass.
+    slopes[3] = 0.0
+
+    def columns(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        scores = [full(hidden, column, weight, bias, options) for column in targets.unbind(1)]
+        return torch.stack([log_probs for log_probs, _ in scores], 1), scores[0][1]
+
+    results = []
+    for score in (columns, lambda *args: score_tokens(*args, options, block)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        log_probs, entropy = score(leaves[0], targets, leaves[1], leaves[2])
+        loss = (slopes * log_probs).sum() + (entropy.sum() if entropy_gradient else 0.0)
+        results.append([log_probs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("block", [1, 40, 10**7])
+@pytest.mark.parametrize("count", [1, 5, 23])
+def test_the_most_probable_tokens_are_those_of_full_logits(block: int, count: int) -> None:
+    hidden, _, weight, bias = problem(9, 6, 23, bias=True)
+    options = HeadOptions(0.6, dtype=torch.float64)
+    expected = (hidden @ weight.T + bias).topk(count, 1).indices
+    assert torch.equal(top_tokens(hidden, weight, bias, options, count, block), expected)
+    assert top_tokens(hidden[:0], weight, bias, options, count, block).shape == (0, count)
 
 
 @given(n=st.integers(1, 12), vocab=st.integers(1, 40), block=st.integers(1, 600), seed=st.integers(0, 99))

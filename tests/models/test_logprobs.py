@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_grpo.config.schema import TrainModelConfig
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
+from torchrl_grpo.models.scoring.scores import TokenScores
 from torchrl_grpo.models.scoring.shared_prefix import PrefixLayout
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores, max_logit_error
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, max_logit_error
 
 # Gemma 2 caps its attention scores, which no fused kernel does.
 SHAREABLE = [name for name in FAMILIES if not name.startswith("gemma2")]

@@ -13,7 +13,7 @@ from rounding import EXACT
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from torchrl_grpo.models.scoring.token_scorer import TokenScores
+from torchrl_grpo.models.scoring.scores import CandidateScores, TokenScores
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/objectives.md"
 # The policy gives token v the probability COUNTS[v] / 12. A group with that many copies of each token has the
@@ -33,15 +33,31 @@ class Policy(nn.Module):
         self.logits = nn.Parameter(logits.clone())
         self.entropy_gradient = False
 
-    def forward(self, prompt: Tensor, mask: Tensor, response: Tensor, *_: Tensor) -> TokenScores:
-        log_probs = scored(torch.log_softmax(self.logits, -1), response)
-        return TokenScores(log_probs, torch.zeros_like(log_probs))
+    def forward(
+        self, prompt: Tensor, mask: Tensor, response: Tensor, *more: Tensor
+    ) -> TokenScores | CandidateScores:
+        table = torch.log_softmax(self.logits, -1)
+        log_probs = scored(table, response)
+        entropy = torch.zeros_like(log_probs)
+        if len(more) < 3:
+            return TokenScores(log_probs, entropy)
+        return CandidateScores(log_probs, entropy, of_candidates(table, response, more[2]))
 
 
 def scored(table: Tensor, response: Tensor) -> Tensor:
     """Log-probabilities of tokens: row 0 of the table is for the first token, row 1 + v for one after v."""
+    return scored_after(table, response, response)
+
+
+def of_candidates(table: Tensor, response: Tensor, candidates: Tensor) -> Tensor:
+    """Log-probabilities of candidates ``[P, G, K, T]`` for the places of tokens."""
+    return torch.stack([scored_after(table, response, column) for column in candidates.unbind(2)], 2)
+
+
+def scored_after(table: Tensor, response: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities of other tokens after the prefixes of a response."""
     before = torch.cat([torch.zeros_like(response[..., :1]), response[..., :-1] + 1], -1)
-    return table[before, response]
+    return table[before, tokens]
 
 
 def batch_of(responses: Tensor, policy: Policy, reference: Tensor) -> TensorDict:
@@ -215,3 +231,45 @@ def _two_tokens() -> tuple[Policy, Tensor, Tensor, Tensor]:
         for _ in range(int(counts[0, pair[0]] * counts[1 + pair[0], pair[1]]))
     ]
     return policy, teacher, torch.tensor(responses), torch.tensor([1.0, 2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_sum_over_candidates_and_the_rest_is_the_divergence_of_that_partition(count: int) -> None:
+    """Against a loop over the tokens; with the whole vocabulary it is the exact divergence."""
+    policy, teacher = Policy(torch.tensor([COUNTS]).log()), torch.tensor([REFERENCE])
+    tokens = torch.tensor([[0], [3], [3]])
+    batch = with_candidates(batch_of(tokens, policy, teacher), teacher, count)
+    value, gradient = distilled(batch, policy, distill_top_k=count, distill_coef=0.5)
+    p, q = torch.softmax(policy.logits[0], -1), teacher[0]
+    kept = sorted(range(4), key=lambda token: -REFERENCE[token])[:count]
+    divergence = torch.zeros(())
+    rest, others = torch.ones(()), torch.ones(())
+    for token in kept:
+        divergence = divergence + p[token] * torch.log(p[token] / q[token])
+        rest, others = rest - p[token], others - q[token]
+    if count < 4:
+        divergence = divergence + rest * torch.log(rest / others)
+    (expected,) = torch.autograd.grad(0.5 * divergence, policy.logits, retain_graph=True)
+    assert value == pytest.approx(float(divergence), rel=1e-9)
+    torch.testing.assert_close(gradient, expected, atol=1e-9, rtol=1e-9)
+    exact = float((p * (p / q).log()).sum())
+    assert value == pytest.approx(exact, rel=1e-9) if count == 4 else value < exact
+
+
+def test_candidates_are_summed_after_each_sampled_prefix() -> None:
+    policy, teacher, responses, prefixes = _two_tokens()
+    batch = with_candidates(batch_of(responses, policy, teacher), teacher, 2)
+    _, gradient = distilled(batch, policy, distill_top_k=2)
+    # Both tokens are candidates, so the sum is exact, and each response has two tokens.
+    expected = _gradients(policy, prefixes, teacher) / 2
+    torch.testing.assert_close(gradient, expected, atol=1e-9, rtol=1e-9)
+
+
+def with_candidates(batch: TensorDict, teacher: Tensor, count: int) -> TensorDict:
+    """The batch with the teacher's most probable tokens for each place."""
+    response = batch["tokens", "response"]
+    before = torch.cat([torch.zeros_like(response[..., :1]), response[..., :-1] + 1], -1)
+    top = teacher.log()[before].topk(count, -1)
+    batch["tokens", "candidates"] = top.indices.transpose(2, 3)
+    batch["log_probs", "candidates"] = top.values.transpose(2, 3)
+    return batch

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_grpo.cli.compose import composer, open_free_form
 from torchrl_grpo.config import parse
-from torchrl_grpo.models.scoring.token_scorer import TokenScores
+from torchrl_grpo.models.scoring.scores import TokenScores
 from torchrl_grpo.objectives.advantage import group_advantage, overlong_penalty
 from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient

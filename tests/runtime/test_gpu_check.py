@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring import varlen
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores
+from torchrl_grpo.models.scoring.scores import TokenScores
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.tools.gpu_check import __main__ as command
 from torchrl_grpo.tools.gpu_check import kernels, stages, step
 from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table
@@ -128,7 +129,7 @@ def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: 
 
 
 def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    def waiting(self: Any, *given: Any) -> TokenScores:
+    def waiting(self: Any, *given: Any) -> Any:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         # torch says this of its watch itself, and it is no wait.
         warnings.warn("a prototype that does not yet detect all synchronizing operations", stacklevel=2)

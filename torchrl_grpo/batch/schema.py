@@ -12,7 +12,11 @@ key                            shape           dtype    meaning
 ("masks", "sampled")           [P, G, T]       bool     True on tokens that the model sampled
 ("log_probs", "response")      [P, G, T]       float32  of the engine, at the sampling temperature; 0 on
                                                         tokens that were not sampled
-("log_probs", "reference")     [P, G, T]       float32  of the reference model; only if a KL needs it
+("log_probs", "reference")     [P, G, T]       float32  of the reference model, if a KL needs it, or of the
+                                                        teacher
+("tokens", "candidates")       [P, G, K, T]    int64    most probable tokens of the teacher, with
+                                                        policy.distill_top_k=K
+("log_probs", "candidates")    [P, G, K, T]    float32  of the teacher for them
 ("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer and
                                                         several steps per round
 ("next", "reward")             [P, G, 1]       float64  weighted sum of the rewards
@@ -52,6 +56,8 @@ _RIGHT_PADDED = (
     ("masks", "sampled"),
     ("log_probs", "response"),
     ("log_probs", "reference"),
+    ("tokens", "candidates"),
+    ("log_probs", "candidates"),
     ("log_probs", "proximal"),
     ("masks", "loss"),
     ("versions", "response"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from torchrl_grpo.config.schema import (
     Config,
@@ -11,10 +12,10 @@ from torchrl_grpo.config.schema import (
     ModelConfig,
     PolicyConfig,
     RefModelConfig,
-    TeacherModelConfig,
     TeacherName,
     TrainModelConfig,
 )
+from torchrl_grpo.config.values import Dtype
 
 # Default number of tokens in a micro-batch: large enough for matrix products to run at full speed, small
 # enough for models of a few billion parameters.
@@ -110,14 +111,29 @@ def needs_frozen_model(policy: PolicyConfig) -> bool:
     return policy.distill_coef != 0 or needs_reference(policy)
 
 
-def frozen_model(cfg: Config) -> RefModelConfig | TeacherModelConfig:
-    """Return the section that places the frozen model: of the teacher if there is one."""
-    return cfg.ref_model if cfg.policy.distill_coef == 0 else cfg.teacher_model
+class FrozenModel(NamedTuple):
+    """Where the frozen model is and how it computes: keys of ``ref_model``, or of ``teacher_model``.
+
+    Attributes:
+        section: name of the section.
+        num_devices: number of devices, or ``auto``.
+        devices: numbers of the GPUs, or None.
+        dtype: number format.
+    """
+
+    section: str
+    num_devices: int | str
+    devices: list[int] | None
+    dtype: Dtype
 
 
-def frozen_section(cfg: Config) -> str:
-    """Return the name of the section :func:`frozen_model`."""
-    return "ref_model" if cfg.policy.distill_coef == 0 else TeacherName.section
+def frozen_model(cfg: Config) -> FrozenModel:
+    """Return the keys of the frozen model: of the teacher if there is one, and else of the reference."""
+    if cfg.policy.distill_coef != 0:
+        teacher = cfg.teacher_model
+        return FrozenModel(TeacherName.section, teacher.num_devices, teacher.devices, teacher.dtype)
+    reference = cfg.ref_model
+    return FrozenModel("ref_model", reference.num_devices, reference.devices, reference.dtype)
 
 
 def held_out_problems(cfg: Config) -> int:

@@ -16,6 +16,7 @@ from torchrl_grpo.config.values import (
     KLIn,
     Level,
     NonNegativeFloat,
+    NonNegativeInt,
     Overlong,
     PositiveFloat,
     PositiveInt,
@@ -146,6 +147,12 @@ class PolicyConfig:
     distill_coef: NonNegativeFloat = key(
         0.0,
         "Weight of the reverse KL divergence per token to the teacher, teacher_model.name. 0 has no teacher.",
+    )
+    distill_top_k: NonNegativeInt = key(
+        0,
+        "Tokens of each position over which that divergence is summed: those that the teacher finds most "
+        "probable, and all others as one. 0 estimates it from the sampled token.",
+        only_with="policy.distill_coef",
     )
     kl_inference_coef: NonNegativeFloat = key(
         0.0,

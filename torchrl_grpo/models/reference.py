@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import frozen_model, frozen_section, teacher_of
+from torchrl_grpo.config.derived import frozen_model, teacher_of
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import choose_kernels, resolve_dtype, resolve_head
@@ -46,9 +46,10 @@ def load_reference(
     """
     choose_kernels()
     # Equal weights must have no divergence, so auto computes like the policy: float32 with its autocast.
-    options, section, teacher = frozen_model(cfg), frozen_section(cfg), teacher_of(cfg)
+    options, teacher = frozen_model(cfg), teacher_of(cfg)
     auto = options.dtype == "auto"
     dtype = torch.float32 if auto else resolve_dtype(options.dtype, device)
+    section = options.section
     instead = f"write {section}.dtype=bfloat16, or give it a device of its own with {section}.devices"
     name = cfg.model if teacher is None else teacher
     model = loading.load_model(source, name, device, dtype, instead=instead).requires_grad_(False)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 # Input of TorchRL's wrappers of language models when they score token ids.
 FULL_TOKENS = ("tokens", "full")
 
-# Prompt, its mask, response, its mask; of a TokenScorer, which tokens to score too.
+# Prompt, its mask, response, its mask; of a TokenScorer, which tokens to score, and candidates too.
 Inputs = tuple[Tensor, ...]
 
 
@@ -76,7 +76,7 @@ def score(
     inputs: Callable[[], Inputs],
     mask: Tensor,
     keys: ActorKeys,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Score the responses of a batch with an actor of any kind.
 
     Args:
@@ -89,16 +89,17 @@ def score(
         keys: output keys of the actor.
 
     Returns:
-        Log-probabilities ``[P, G, T]``, and entropies ``[P, G, T]`` in nats or None if the actor gives none.
+        Log-probabilities ``[P, G, T]``, entropies ``[P, G, T]`` in nats or None if the actor gives none, and
+        log-probabilities ``[P, G, K, T]`` of candidates or None if ``inputs`` has none.
 
     Raises:
         ValueError: the log-probabilities are missing, or an output has the wrong shape.
     """
     if not isinstance(actor, TensorDictModuleBase):
-        log_probs, entropy = actor(*inputs())
-        return log_probs, entropy
+        log_probs, entropy, *more = actor(*inputs())
+        return log_probs, entropy, more[0] if more else None
     if _reads_rows(actor):
-        return _score_rows(actor, inputs(), keys.full_log_prob), None
+        return _score_rows(actor, inputs(), keys.full_log_prob), None, None
     written = actor(tensordict.select(*actor.in_keys))
     log_probs = written.get(keys.log_prob, None)
     entropy = written.get(keys.entropy, None)
@@ -116,7 +117,7 @@ def score(
     # Such a module may write any value to padding.
     outside = ~mask.to(log_probs.device)
     log_probs = log_probs.masked_fill(outside, 0.0)
-    return log_probs, None if entropy is None else entropy.masked_fill(outside, 0.0)
+    return log_probs, None if entropy is None else entropy.masked_fill(outside, 0.0), None
 
 
 def _reads_rows(actor: TensorDictModuleBase) -> bool:

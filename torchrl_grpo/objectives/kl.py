@@ -21,9 +21,35 @@ k3          KL(pi, ref)  of KL(ref, pi)   of KL(pi, ref) minus KL(ref, pi)
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from torchrl_grpo.objectives.surrogates import MAX_LOG_RATIO
+
+# In float32, what is left of 1 is known no better than this.
+_LEAST_REST = 1e-6
+
+
+def candidate_kl(log_probs: Tensor, teacher: Tensor) -> Tensor:
+    """Compute KL(policy || teacher) per token over the teacher's candidates, and all other tokens as one.
+
+    With the set S of candidates, ``p`` of the policy and ``q`` of the teacher, it is
+
+        sum_{v in S} p_v (log p_v - log q_v) + (1 - p_S) (log (1 - p_S) - log (1 - q_S)),
+
+    ``p_S`` and ``q_S`` being the sums over S. It is exact if S is the whole vocabulary, and never larger than
+    the exact divergence.
+
+    Args:
+        log_probs: ``[P, G, K, T]``, log-probabilities of the candidates under the policy.
+        teacher: ``[P, G, K, T]``, under the teacher.
+
+    Returns:
+        Divergences in nats, ``[P, G, T]``.
+    """
+    summed = (log_probs.exp() * (log_probs - teacher)).sum(2)
+    rest, others = ((1 - values.exp().sum(2)).clamp(min=_LEAST_REST) for values in (log_probs, teacher))
+    return summed + rest * (torch.log(rest) - torch.log(others))
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str) -> Tensor:

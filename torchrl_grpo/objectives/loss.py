@@ -20,7 +20,7 @@ from torchrl_grpo.objectives import actors
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals, token_weights
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.importance import aggregate_log_ratio, correction_weights
-from torchrl_grpo.objectives.kl import kl_estimate
+from torchrl_grpo.objectives.kl import candidate_kl, kl_estimate
 from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded
 
 # Numbers of the quarters of a response.
@@ -34,7 +34,9 @@ class GroupPolicyLoss(LossModule):
 
     With a teacher, the advantage of a token in ``J`` is that of its response plus ``distill_coef (log q_it -
     log pi_it)``. ``q`` is the teacher, and ``pi`` the current policy, without gradient. The expected gradient
-    is then that of ``distill_coef KL(pi, q)`` of the next token after each prefix.
+    is then that of ``distill_coef KL(pi, q)`` of the next token after each prefix. With ``distill_top_k``,
+    the loss has ``distill_coef sum_it a_it KL_it`` instead
+    (:func:`~torchrl_grpo.objectives.kl.candidate_kl`).
 
     ``i`` is a response, one of P x G, and ``t`` one of its tokens. ``J`` is the surrogate
     (:mod:`~torchrl_grpo.objectives.surrogates`). ``c`` is the correction for the mismatch of engine and
@@ -94,6 +96,8 @@ class GroupPolicyLoss(LossModule):
         sample_log_prob: NestedKey = ("log_probs", "response")
         proximal_log_prob: NestedKey = ("log_probs", "proximal")
         ref_log_prob: NestedKey = ("log_probs", "reference")
+        candidates: NestedKey = ("tokens", "candidates")
+        candidate_log_prob: NestedKey = ("log_probs", "candidates")
         advantage: NestedKey = "advantage"
         # Output keys of an actor that is a TensorDictModule.
         actor_log_prob: NestedKey = ("log_probs", "response")
@@ -143,6 +147,11 @@ class GroupPolicyLoss(LossModule):
         return self.cfg.distill_coef != 0
 
     @property
+    def sums_candidates(self) -> bool:
+        """Whether the divergence from the teacher is a sum over its most probable tokens."""
+        return self.distills and self.cfg.distill_top_k > 0
+
+    @property
     def functional(self) -> bool:
         """False: the parameters are the actor's own, not TorchRL's functional copy."""
         return False
@@ -158,6 +167,8 @@ class GroupPolicyLoss(LossModule):
             read.append(keys.proximal_log_prob)
         if self.kl.in_use or self.distills:
             read.append(keys.ref_log_prob)
+        if self.sums_candidates:
+            read += [keys.candidates, keys.candidate_log_prob]
         return list(dict.fromkeys(read))
 
     @property
@@ -179,6 +190,7 @@ class GroupPolicyLoss(LossModule):
         terms: dict[str, bool] = {
             "loss_objective": True,
             "loss_kl": self.kl.in_use and self.cfg.kl_in == "loss",
+            "loss_distill": self.sums_candidates,
             "loss_kl_inference": self.cfg.kl_inference_coef != 0,
             "loss_entropy": self.entropy.in_use,
         }
@@ -217,7 +229,7 @@ class GroupPolicyLoss(LossModule):
             ValueError: the actor gives no log-probabilities, or no entropy although the bonus needs it.
         """
         keys = self.tensor_keys
-        log_probs, entropy = self._score(tensordict)
+        log_probs, entropy, candidates = self._score(tensordict)
 
         def get(key: NestedKey) -> Tensor:
             value: Tensor = tensordict.get(key)
@@ -249,7 +261,11 @@ class GroupPolicyLoss(LossModule):
         advantage, reverse_kl = get(keys.advantage), None
         if self.distills:
             reverse_kl = log_probs.detach() - masked(keys.ref_log_prob)
-            advantage = advantage - self.cfg.distill_coef * reverse_kl
+            if candidates is not None:
+                teacher = get(keys.candidate_log_prob).to(candidates.dtype)
+                reverse_kl = candidate_kl(candidates, teacher)
+            else:
+                advantage = advantage - self.cfg.distill_coef * reverse_kl
         objective, clipped = self._surrogate(
             aggregate_log_ratio(log_probs - proximal, mask, self.cfg.ratio),
             log_probs,
@@ -278,7 +294,9 @@ class GroupPolicyLoss(LossModule):
             if self.cfg.kl_in == "loss":
                 out["loss_kl"] = self.kl.value * loss(kl)
         if reverse_kl is not None:
-            out["reverse_kl"] = mean(reverse_kl)
+            out["reverse_kl"] = mean(reverse_kl.detach())
+            if candidates is not None:
+                out["loss_distill"] = self.cfg.distill_coef * loss(reverse_kl)
         if self.cfg.kl_inference_coef != 0:
             out["loss_kl_inference"] = self.cfg.kl_inference_coef * loss(
                 kl_estimate(log_probs, sampled, "k3")
@@ -293,15 +311,17 @@ class GroupPolicyLoss(LossModule):
             out["loss_entropy"] = -self.entropy.value * mean(entropy)
         return TensorDict(out, batch_size=[])
 
-    def _score(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and, if the actor gives them, entropies of the responses ``[P, G, T]``."""
+    def _score(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return what :func:`~torchrl_grpo.objectives.actors.score` returns."""
         keys = self.tensor_keys
 
         def inputs() -> actors.Inputs:
             read = [keys.prompt, keys.prompt_mask, keys.response, keys.response_mask]
-            if isinstance(self.actor_network, TokenScorer):
+            if isinstance(self.actor_network, TokenScorer) or self.sums_candidates:
                 # Between the turns of an episode are tokens that the loss does not count.
                 read.append(keys.loss_mask)
+            if self.sums_candidates:
+                read.append(keys.candidates)
             return tuple(tensordict.get(key) for key in read)
 
         return actors.score(

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule
-from torchrl_grpo.config.derived import frozen_section, held_out_problems, token_budget
+from torchrl_grpo.config.derived import frozen_model, held_out_problems, token_budget
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.planning.planned import Planned
@@ -319,7 +319,7 @@ def _engines(planned: Planned) -> list[Change]:
 
 def _reference_copies(planned: Planned) -> list[Change]:
     counts = range(planned.plan.reference_actors - 1, 0, -1)
-    return [(f"{frozen_section(planned.cfg)}.num_devices", count) for count in counts]
+    return [(f"{frozen_model(planned.cfg).section}.num_devices", count) for count in counts]
 
 
 def _evaluation(planned: Planned) -> list[Change]:

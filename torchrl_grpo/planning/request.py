@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.config.allocation import meaning
-from torchrl_grpo.config.derived import frozen_model, frozen_section, needs_frozen_model
+from torchrl_grpo.config.derived import frozen_model, needs_frozen_model
 from torchrl_grpo.config.engines import DEFAULT_ENGINE, EngineKind, engine_kind
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.schema import TeacherName
@@ -129,7 +129,7 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
     return Request(
         train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
         inference=_role("inference_model", count, inference.devices),
-        reference=_role(frozen_section(cfg), frozen.num_devices, frozen.devices),
+        reference=_role(frozen.section, frozen.num_devices, frozen.devices),
         asynchronous=asynchronous,
         cluster=cfg.ray.address is not None,
         uses_reference=needs_frozen_model(cfg.policy),

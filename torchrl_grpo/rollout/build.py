@@ -190,7 +190,7 @@ def build_ray_workers(
     num_extra_actors = source.plan.reference_actors
     pool = RayPool(cfg, spec, count=count, num_extra_actors=num_extra_actors)
     try:
-        reference = _reference_actors(cfg, source, pool, spec) if num_extra_actors else None
+        reference = _reference_actors(cfg, source, pool, spec, len(tokenizer)) if num_extra_actors else None
     except BaseException:
         pool.close()
         raise
@@ -198,7 +198,7 @@ def build_ray_workers(
 
 
 def _reference_actors(
-    cfg: Config, source: EngineSource, pool: RayPool, worker: WorkerSpec
+    cfg: Config, source: EngineSource, pool: RayPool, worker: WorkerSpec, vocabulary: int
 ) -> ReferenceActors:
     from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors, ReferenceSpec
 
@@ -210,6 +210,7 @@ def _reference_actors(
         on_gpu=worker.on_gpu,
         autocast_dtype=source.autocast_dtype,
         shares_prefix=source.shares_prefix,
+        vocabulary=vocabulary,
     )
     limit_s = max(START_LIMIT_S, cfg.collector.timeout_s)
     return ReferenceActors(pool, spec, source.plan.reference_actors, limit_s)

@@ -10,7 +10,8 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.rewards.types import ResponseScore
 
-# Log-probabilities of each token of G responses under the reference model.
+# Of each of G responses, the log-probabilities of its T tokens under the reference model or the teacher. With
+# policy.distill_top_k=K, K x T candidates and their K x T log-probabilities follow.
 ReferenceLogProbs = list[list[float]]
 
 
@@ -105,8 +106,8 @@ class ScoredGroup:
         group: the responses.
         texts: texts of the responses.
         scores: rewards of the G responses.
-        reference: log-probabilities of its tokens under the reference model, one list per response; None if
-            the trainer computes them.
+        reference: numbers of the reference model or the teacher, one list per response; None if the trainer
+            computes them.
     """
 
     group: Group

@@ -17,6 +17,10 @@ from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
+# What a teacher writes beside the log-probability of each sampled token.
+CANDIDATES = ("tokens", "candidates")
+CANDIDATE_LOG_PROBS = ("log_probs", "candidates")
+
 
 def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
     """Log-probabilities ``[P, G, T]`` of the sampled tokens of a micro-batch, 0 for others.
@@ -27,15 +31,18 @@ def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
         network: a :class:`TokenScorer`, or what several ranks call in its place.
         piece: groups, see :mod:`~torchrl_grpo.batch.schema`.
     """
-    scores = network(
+    log_probs: Tensor = network(*_inputs(piece)).log_probs
+    return log_probs
+
+
+def _inputs(piece: TensorDictBase) -> tuple[Tensor, ...]:
+    return (
         piece["tokens", "prompt"],
         piece["masks", "prompt"],
         piece["tokens", "response"],
         piece["masks", "response"],
         sampled_mask(piece),
     )
-    log_probs: Tensor = scores.log_probs
-    return log_probs
 
 
 class LogProbWriter(Transform, ABC):
@@ -75,6 +82,9 @@ class LogProbScorer(LogProbWriter):
         stance: entered around the scoring of a round, e.g. to switch a model's adapters off.
         others: the same model on further devices, each with a budget of its own; the groups are divided among
             all of them by cost, and scored at the same time.
+        top_k: number of the model's most probable tokens that are written too for each token, as
+            ``("tokens"|"log_probs", "candidates")`` ``[P, G, K, T]``.
+        vocabulary: those tokens have smaller ids; None for all that the model has.
     """
 
     def __init__(
@@ -84,6 +94,8 @@ class LogProbScorer(LogProbWriter):
         budget: TokenBudget,
         stance: Callable[[], AbstractContextManager[None]] = nullcontext,
         others: Sequence[tuple[TokenScorer, TokenBudget]] = (),
+        top_k: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
         super().__init__(name)
         # Not submodules: the buffer must not list the models among its parameters.
@@ -91,20 +103,40 @@ class LogProbScorer(LogProbWriter):
         self.__dict__["scorers"] = [(scorer, budget), *others]
         self.budget = budget
         self.stance = stance
+        self.top_k = top_k
+        self.vocabulary = vocabulary
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        log_probs, *top = self._compute(tensordict)
+        for key, values in zip((CANDIDATES, CANDIDATE_LOG_PROBS), top, strict=False):
+            tensordict.set(key, values)
+        return tensordict.set(("log_probs", self.name), log_probs)
 
     def compute(self, groups: TensorDictBase) -> Tensor:
         """Log-probabilities ``[P, G, T]`` of the responses."""
-        written = torch.zeros(groups["masks", "response"].shape)
+        return self._compute(groups)[0]
+
+    def _compute(self, groups: TensorDictBase) -> list[Tensor]:
+        """Log-probabilities of the responses and, with ``top_k``, candidates and their log-probabilities."""
+        P, G, T = groups["masks", "response"].shape
+        written = [torch.zeros(P, G, T)]
+        if self.top_k:
+            shape = P, G, self.top_k, T
+            written += [torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)]
 
         # Gradients are switched off for a thread, not for the process.
         @torch.no_grad()
         def work(scorer: TokenScorer, budget: TokenBudget, rows: Sequence[int]) -> None:
-            def score(micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
-                return micro, score_piece(scorer, micro.select(groups))
+            def score(micro: MicroBatch) -> tuple[MicroBatch, Sequence[Tensor]]:
+                piece = micro.select(groups)
+                if not self.top_k:
+                    return micro, [score_piece(scorer, piece)]
+                return micro, scorer.top_tokens(*_inputs(piece), count=self.top_k, vocabulary=self.vocabulary)
 
             share = [MicroBatch(tuple(rows), slice(None))] if rows else []
-            for micro, log_probs in budget.run(groups, score, undo=lambda: None, pieces=share):
-                written[list(micro.rows), micro.samples, : log_probs.shape[-1]] = log_probs.cpu()
+            for micro, parts in budget.run(groups, score, undo=lambda: None, pieces=share):
+                for whole, part in zip(written, parts, strict=True):
+                    whole[list(micro.rows), micro.samples, ..., : part.shape[-1]] = part.cpu()
 
         shares = partition_balanced(self.budget.costs(groups), len(self.scorers))
         scorers, budgets = zip(*self.scorers, strict=True)

@@ -20,6 +20,7 @@ from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
+from torchrl_grpo.rollout.log_prob_transform import CANDIDATE_LOG_PROBS, CANDIDATES
 
 _ROLLOUT_FIELDS = (
     "prompt",
@@ -124,10 +125,9 @@ def build_round(
         [[response.versions for response in siblings] for siblings in responses],
         pad_token_id,
     )
-    reference_log_probs = [row for scored in groups for row in scored.reference or ()]
-    if reference_log_probs:
-        padded, _ = pad_right(reference_log_probs, 0.0, torch.float32)
-        batch["log_probs", "reference"] = padded.view_as(batch["log_probs", "response"])
+    rows = [row for scored in groups for row in scored.reference or ()]
+    if rows:
+        _set_reference(batch, rows)
     return Round(
         groups=batch,
         prompts=list(prompts),
@@ -140,6 +140,25 @@ def build_round(
             response.record for siblings in responses for response in siblings if response.record is not None
         ],
         seconds=seconds,
+    )
+
+
+def _set_reference(batch: TensorDict, rows: Sequence[Sequence[float]]) -> None:
+    """Put the numbers of the reference or teacher into a batch, see :data:`~.groups.ReferenceLogProbs`."""
+    P, G, T = batch["masks", "response"].shape
+    lengths = batch["masks", "response"].sum(-1).flatten().tolist()
+    log_probs = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    batch["log_probs", "reference"] = pad_right(log_probs, 0.0, torch.float32)[0].view(P, G, T)
+    count = next((len(row) // length // 2 for row, length in zip(rows, lengths, strict=True) if length), 0)
+    if count == 0:
+        return
+    tokens = torch.zeros(P * G, count, T, dtype=torch.int64)
+    candidates = torch.zeros(P * G, count, T)
+    for n, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        pair = torch.tensor(row[length:], dtype=torch.float64).view(2, count, length)
+        tokens[n, :, :length], candidates[n, :, :length] = pair
+    batch[CANDIDATES], batch[CANDIDATE_LOG_PROBS] = (
+        values.view(P, G, count, T) for values in (tokens, candidates)
     )
 
 

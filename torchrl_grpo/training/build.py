@@ -342,7 +342,9 @@ def build_reference(
         )
         for device in devices
     )
-    return LogProbScorer(scorer, "reference", budget, others=others)
+    vocabulary = learner.model.get_input_embeddings().num_embeddings
+    top_k = cfg.policy.distill_top_k
+    return LogProbScorer(scorer, "reference", budget, others=others, top_k=top_k, vocabulary=vocabulary)
 
 
 def least_precise_dtype(

@@ -46,6 +46,7 @@ _METRICS = {
     "loss_objective": "loss/objective",
     "loss_kl": "loss/kl",
     "loss_kl_inference": "loss/kl_inference",
+    "loss_distill": "loss/distill",
     "loss_entropy": "loss/entropy",
     "kl_ref": "kl/reference",
     "reverse_kl": "distill/reverse_kl",

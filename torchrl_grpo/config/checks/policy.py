@@ -159,9 +159,10 @@ def _check_teacher(cfg: Config) -> None:
         raise bad_value(
             "policy.constant_groups", policy.constant_groups, wrong, "policy.constant_groups=keep"
         )
-    if policy.ratio != "token":
+    if policy.ratio != "token" and policy.distill_top_k == 0:
         wrong = f"with {coef} each token has an advantage, and needs a ratio, of its own"
-        raise bad_value("policy.ratio", policy.ratio, wrong, "policy.ratio=token")
+        fix = "policy.ratio=token, or policy.distill_top_k=32"
+        raise bad_value("policy.ratio", policy.ratio, wrong, fix)
     if policy.advantage_estimator == "none" and policy.overlong == "penalise":
         wrong = "with policy.advantage_estimator=none nothing is learned from rewards"
         raise bad_value("policy.overlong", "penalise", wrong, "policy.overlong=keep or policy.overlong=mask")

@@ -61,23 +61,54 @@ def score_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of ``targets`` and the entropy of each distribution.
 
+    A position may have several targets.
+
     With logits ``l``, ``p = softmax(l)`` and ``H = -sum p log p``, the gradients are
     ``d log p_y / d l_v = [v = y] - p_v`` and ``d H / d l_v = -p_v (log p_v + H)``.
 
     Args:
         hidden: ``[N, H]``.
-        targets: ``[N]`` int64.
+        targets: ``[N]`` or ``[N, K]`` int64.
         weight: ``[V, H]``.
         bias: ``[V]`` or None.
         options: temperature, scale, cap and dtype.
         block_elements: number of logits in memory; None chooses by device.
 
     Returns:
-        Log-probability and entropy in nats, both ``[N]`` float32.
+        Log-probabilities of the shape of ``targets``, and entropies ``[N]``, in nats and float32.
     """
     size = block_elements or _BLOCK_ELEMENTS.get(hidden.device.type, _BLOCK_ELEMENTS["cuda"])
-    log_probs, entropy = _Score.apply(hidden, targets, weight, bias, options, size)  # type: ignore[no-untyped-call]
-    return log_probs, entropy
+    columns = targets.unsqueeze(1) if targets.dim() == 1 else targets
+    log_probs, entropy = _Score.apply(hidden, columns, weight, bias, options, size)  # type: ignore[no-untyped-call]
+    return log_probs.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: HeadOptions,
+    count: int,
+    block_elements: int | None = None,
+) -> Tensor:
+    """Find the most probable tokens of each position.
+
+    Args:
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``.
+        bias: ``[V]`` or None.
+        options: as for :func:`score_tokens`.
+        count: number of tokens K, at most V.
+        block_elements: number of logits in memory; None chooses by device.
+
+    Returns:
+        Token ids ``[N, K]``, the most probable first.
+    """
+    size = block_elements or _BLOCK_ELEMENTS.get(hidden.device.type, _BLOCK_ELEMENTS["cuda"])
+    head = _Head(weight, bias, options, size)
+    ids = [head.top(hidden[rows], count) for rows in head.row_pieces(len(hidden))]
+    return torch.cat(ids) if ids else hidden.new_zeros(0, count, dtype=torch.int64)
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
@@ -99,9 +130,11 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head = _Head(weight, bias, options, block_elements)
         results = [head.score(hidden[rows], targets[rows]) for rows in head.row_pieces(len(hidden))]
+        empty = hidden.new_zeros(0, dtype=torch.float32)
         log_probs, normalizer, entropy = (
-            torch.cat(column) if results else hidden.new_zeros(0, dtype=torch.float32)
-            for column in (zip(*results, strict=True) if results else ((), (), ()))
+            map(torch.cat, zip(*results, strict=True))
+            if results
+            else (hidden.new_zeros(targets.shape, dtype=torch.float32), empty, empty)
         )
         ctx.save_for_backward(hidden, targets, weight, bias, normalizer, entropy)
         ctx.options, ctx.block_elements = options, block_elements
@@ -124,7 +157,8 @@ class _Score(torch.autograd.Function):
         if not hidden.is_cuda:
             # Tokens without a gradient (clipped, or with an advantage of 0) contribute nothing and are
             # skipped. Their number is not read from a GPU, which would have to finish its work first.
-            active = by_log_prob != 0 if by_entropy is None else (by_log_prob != 0) | (by_entropy != 0)
+            has_slope = (by_log_prob != 0).any(1)
+            active = has_slope if by_entropy is None else has_slope | (by_entropy != 0)
             active_rows = active.nonzero().squeeze(-1)
         for piece in head.row_pieces(len(hidden if active_rows is None else active_rows)):
             rows = piece if active_rows is None else active_rows[piece]
@@ -172,15 +206,16 @@ class _Head:
         return logits, slope
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probability, log-sum-exp and entropy, each ``[n]``."""
+        """Return log-probabilities ``[n, K]`` of ``targets``, and log-sum-exp and entropy, each ``[n]``."""
         n, device = len(hidden), hidden.device
         highest = torch.full((n,), -torch.inf, device=device)
-        total, weighted, chosen = torch.zeros(3, n, device=device)
+        total, weighted = torch.zeros(2, n, device=device)
+        chosen = torch.zeros(targets.shape, device=device)
         for words in self._blocks(n):
             logits, _ = self._logits(hidden, words)
             inside = (targets >= words.start) & (targets < words.stop)
             column = (targets - words.start).clamp(0, words.stop - words.start - 1)
-            chosen = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), chosen)
+            chosen = torch.where(inside, logits.gather(1, column), chosen)
             higher = torch.maximum(highest, logits.amax(1))
             shrink = (highest - higher).exp()
             logits -= higher[:, None]
@@ -194,7 +229,19 @@ class _Head:
             total = total * shrink + block_total
             highest = higher
         normalizer = highest + total.log()
-        return chosen - normalizer, normalizer, total.log() - weighted / total
+        return chosen - normalizer[:, None], normalizer, total.log() - weighted / total
+
+    def top(self, hidden: Tensor, count: int) -> Tensor:
+        """Return the ``count`` most probable tokens ``[n, count]``, in descending order."""
+        best = torch.full((len(hidden), 0), -torch.inf, device=hidden.device)
+        ids = torch.zeros((len(hidden), 0), dtype=torch.int64, device=hidden.device)
+        for words in self._blocks(len(hidden)):
+            logits, _ = self._logits(hidden, words)
+            values, columns = logits.topk(min(count, logits.shape[1]), 1)
+            best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + words.start], 1)
+            best, order = best.topk(min(count, best.shape[1]), 1)
+            ids = ids.gather(1, order)
+        return ids
 
     def add_gradients(
         self,
@@ -208,7 +255,8 @@ class _Head:
     ) -> None:
         """Add the contribution of these tokens to the gradients of hidden states, weight and bias.
 
-        ``by_entropy`` has the incoming gradient of the entropy, and the entropy.
+        ``targets`` and ``by_log_prob`` are ``[n, K]``. ``by_entropy`` has the incoming gradient of the
+        entropy, and the entropy.
         """
         d_hidden, d_weight, d_bias = gradients
         dtype = self.options.dtype
@@ -218,20 +266,20 @@ class _Head:
             logits, slope = self._logits(hidden, words)
             logits -= normalizer[:, None]
             inside = (targets >= words.start) & (targets < words.stop)
-            column = (targets - words.start).clamp(0, words.stop - words.start - 1)[:, None]
-            if by_entropy is None and slope is None and hidden.is_cuda:
+            column = (targets - words.start).clamp(0, words.stop - words.start - 1)
+            if by_entropy is None and slope is None and hidden.is_cuda and targets.shape[1] == 1:
                 d_logits = self._d_logits_on_gpu(logits, by_log_prob, inside, column)
             else:
                 probabilities = logits.exp()
                 if by_entropy is None:
-                    d_logits = probabilities.mul_(-by_log_prob[:, None])
+                    d_logits = probabilities.mul_(-by_log_prob.sum(1, keepdim=True))
                 else:
                     incoming, entropy = by_entropy
                     logits += entropy[:, None]
                     logits *= -incoming[:, None]
-                    logits -= by_log_prob[:, None]
+                    logits -= by_log_prob.sum(1, keepdim=True)
                     d_logits = probabilities.mul_(logits)
-                d_logits.scatter_add_(1, column, (by_log_prob * inside)[:, None])
+                d_logits.scatter_add_(1, column, by_log_prob * inside)
                 if self.options.temperature != 1:
                     d_logits /= self.options.temperature
                 if slope is not None:
@@ -253,13 +301,13 @@ class _Head:
     ) -> Tensor:
         """Return the gradient ``by_log_prob ([v = y] - p_v)`` of the logits, in the dtype of the products.
 
-        ``log_probs`` ``[n, v]`` is overwritten. Only the last operation writes another array of that size, in
-        the dtype of the products.
+        All arguments but ``log_probs`` are ``[n, 1]``. ``log_probs`` ``[n, v]`` is overwritten. Only the last
+        operation writes another array of that size, in the dtype of the products.
         """
-        minus_own = log_probs.exp_().scatter_add_(1, column, -inside.to(log_probs.dtype)[:, None])
+        minus_own = log_probs.exp_().scatter_add_(1, column, -inside.to(log_probs.dtype))
         factor = by_log_prob * (-self.options.scale / self.options.temperature)
         d_logits = torch.empty_like(minus_own, dtype=self.options.dtype)
-        return torch.mul(minus_own, factor[:, None], out=d_logits)
+        return torch.mul(minus_own, factor, out=d_logits)
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

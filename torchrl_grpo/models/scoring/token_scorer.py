@@ -4,13 +4,13 @@ A group's prompt is run once for all its responses (:mod:`~torchrl_grpo.models.s
 are computed for response tokens only, one block at a time (:mod:`~torchrl_grpo.models.scoring.head`).
 
 Axes: ``P`` prompts, ``G`` responses per prompt, ``L`` prompt tokens, ``T`` response tokens, ``V`` size of the
-vocabulary, ``H`` hidden size, ``M`` real response tokens, ``S`` scored response tokens.
+vocabulary, ``H`` hidden size, ``M`` real response tokens, ``S`` scored response tokens, ``K`` candidates for
+the place of a token.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,21 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.models.precision import autocast
 from torchrl_grpo.models.scoring import fused_head, shared_prefix
-from torchrl_grpo.models.scoring.head import HeadOptions, linear, postprocess_logits, score_tokens
+from torchrl_grpo.models.scoring.head import (
+    HeadOptions,
+    linear,
+    postprocess_logits,
+    score_tokens,
+    top_tokens,
+)
+from torchrl_grpo.models.scoring.scores import (
+    CandidateScores,
+    Places,
+    TokenScores,
+    TopScores,
+    scatter,
+    targets_of,
+)
 from torchrl_grpo.models.scoring.transfer import upload_packed
 from torchrl_grpo.models.scoring.varlen import VarlenLayout
 from torchrl_grpo.models.shards import in_zero_shards
@@ -29,19 +43,6 @@ _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multi
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 # Granite divides by logits_scaling. These model types multiply by it.
 _LOGITS_SCALING_MULTIPLIES = ("hyperclovax",)
-
-
-class TokenScores(NamedTuple):
-    """Scores of response tokens. Entries are zero where the response mask is False.
-
-    Attributes:
-        log_probs: log-probabilities in nats at the sampling temperature, ``[P, G, T]`` float32.
-        entropy: entropies in nats, ``[P, G, T]`` float32, with a gradient only if ``entropy_gradient`` is
-            set.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor
 
 
 class TokenScorer(nn.Module):
@@ -92,7 +93,8 @@ class TokenScorer(nn.Module):
         response: Tensor,
         response_mask: Tensor,
         scored_mask: Tensor | None = None,
-    ) -> TokenScores:
+        candidates: Tensor | None = None,
+    ) -> TokenScores | CandidateScores:
         """Score ``response`` given ``prompt``.
 
         Args:
@@ -102,10 +104,62 @@ class TokenScorer(nn.Module):
             response_mask: ``[P, G, T]`` bool, True on real tokens.
             scored_mask: ``[P, G, T]`` bool, True on the real tokens whose scores are needed; None for all.
                 The output head is computed for these only. The scores of the others are 0.
+            candidates: ``[P, G, K, T]`` int64, tokens that are scored too in the place of each token.
 
         Returns:
-            :class:`TokenScores`, each ``[P, G, T]``.
+            :class:`TokenScores`, each ``[P, G, T]``, or with candidates :class:`CandidateScores`.
         """
+        hidden, index = self._hidden_states(
+            prompt, prompt_mask, response, response_mask, scored_mask, candidates
+        )
+        log_probs, entropy = self._score(hidden, index.targets if index.columns == 1 else index.by_column())
+        entropy = scatter(entropy, index.places, response.shape)
+        if candidates is None:
+            return TokenScores(scatter(log_probs, index.places, response.shape), entropy)
+        columns = scatter(log_probs, index.places, response.shape)
+        return CandidateScores(columns[:, :, 0], entropy, columns[:, :, 1:])
+
+    @torch.no_grad()
+    def top_tokens(
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        response: Tensor,
+        response_mask: Tensor,
+        scored_mask: Tensor | None,
+        *,
+        count: int,
+        vocabulary: int | None = None,
+    ) -> TopScores:
+        """Score ``response``, and find and score the most probable tokens for the place of each token.
+
+        Args:
+            prompt: see :meth:`forward`, also for the next four.
+            prompt_mask: ``[P, L]``.
+            response: ``[P, G, T]``.
+            response_mask: ``[P, G, T]``.
+            scored_mask: ``[P, G, T]`` or None.
+            count: number of candidates K.
+            vocabulary: candidates have smaller ids; None for all that the model has.
+        """
+        hidden, index = self._hidden_states(prompt, prompt_mask, response, response_mask, scored_mask)
+        head, options = output_head(self.model), self._head_options()
+        bias = None if head.bias is None else head.bias[:vocabulary]
+        ids = top_tokens(hidden, head.weight[:vocabulary], bias, options, count, self.block_elements)
+        log_probs, _ = self._score(hidden, torch.cat([index.targets[:, None], ids], 1))
+        columns = scatter(log_probs, index.places, response.shape)
+        return TopScores(columns[:, :, 0], scatter(ids, index.places, response.shape), columns[:, :, 1:])
+
+    def _hidden_states(
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        response: Tensor,
+        response_mask: Tensor,
+        scored_mask: Tensor | None,
+        candidates: Tensor | None = None,
+    ) -> tuple[Tensor, Places]:
+        """Compute hidden states ``[S, H]`` of the scored tokens, see :meth:`forward`."""
         device = next(self.model.parameters()).device
         # Everything that depends on lengths is computed on the CPU, so that a GPU need not be waited for.
         prompt, prompt_mask, response, response_mask = (
@@ -114,8 +168,9 @@ class TokenScorer(nn.Module):
         scored = response_mask if scored_mask is None else scored_mask.cpu() & response_mask
         every = scored_mask is None or torch.equal(scored, response_mask)
         index = upload_packed(
-            _Scored(
-                targets=response[scored],
+            Places(
+                targets=targets_of(response, scored, candidates),
+                columns=1 if candidates is None else 1 + candidates.shape[2],
                 places=scored.flatten().nonzero().squeeze(-1),
                 among=None if every else scored[response_mask].nonzero().squeeze(-1),
             ),
@@ -132,10 +187,7 @@ class TokenScorer(nn.Module):
                 hidden = self._hidden_states_unshared(prompt, prompt_mask, response, response_mask)
         if index.among is not None:
             hidden = hidden.index_select(0, index.among)
-        log_probs, entropy = (
-            _scatter(values, index.places, response.shape) for values in self._score(hidden, index.targets)
-        )
-        return TokenScores(log_probs, entropy)
+        return hidden, index
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """Compute log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
@@ -181,9 +233,9 @@ class TokenScorer(nn.Module):
         return hidden.flatten(0, 1).index_select(0, before)
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy ``[S]`` of ``targets`` ``[S]`` from states ``[S, H]``."""
+        """Compute log-probabilities of ``targets``, ``[S]`` or ``[S, 1 + K]``, and entropies ``[S]``."""
         head, options = output_head(self.model), self._head_options()
-        if self.fused_head and len(targets):
+        if self.fused_head and len(targets) and targets.dim() == 1:
             return fused_head.score_tokens(hidden, targets, head.weight, options)
         return score_tokens(hidden, targets, head.weight, head.bias, options, self.block_elements)
 
@@ -205,26 +257,6 @@ class TokenScorer(nn.Module):
                 "in blocks",
                 stacklevel=2,
             )
-
-
-class _Scored(NamedTuple):
-    """Index vectors of the tokens that are scored.
-
-    Attributes:
-        targets: token ids ``[S]``.
-        places: positions ``[S]`` in the flattened ``[P, G, T]``.
-        among: positions ``[S]`` among all response tokens; None if all are scored.
-    """
-
-    targets: Tensor
-    places: Tensor
-    among: Tensor | None
-
-
-def _scatter(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of ``shape`` with ``values`` at the flat positions ``places``, and 0 elsewhere."""
-    zeros = torch.zeros(shape.numel(), device=values.device)
-    return zeros.index_copy(0, places, values).view(shape)
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.planning.cores import worker_env
 from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
-from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.rollout.log_prob_transform import CANDIDATE_LOG_PROBS, CANDIDATES, LogProbScorer
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, call_when_done
 
 
@@ -42,6 +42,7 @@ class ReferenceSpec:
         on_gpu: whether the actor has a GPU.
         autocast_dtype: number format of the trainer.
         shares_prefix: whether the model computes a prompt once per group.
+        vocabulary: number of tokens of the policy; None for all that the model has.
     """
 
     cfg: Config
@@ -51,6 +52,7 @@ class ReferenceSpec:
     on_gpu: bool
     autocast_dtype: torch.dtype | None
     shares_prefix: bool
+    vocabulary: int | None = None
 
 
 class ReferenceScorer:
@@ -72,13 +74,20 @@ class ReferenceScorer:
         # process's output, and only its speed changes.
         budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, notify=lambda text: None)
         self._pad_token_id = spec.pad_token_id
-        self._scorer = LogProbScorer(scorer, "reference", budget)
+        self._top_k = spec.cfg.policy.distill_top_k
+        self._scorer = LogProbScorer(
+            scorer, "reference", budget, top_k=self._top_k, vocabulary=spec.vocabulary
+        )
 
     def log_probs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> ReferenceLogProbs:
-        """Return the log-probability of each token of G responses, at the sampling temperature."""
+        """Return the numbers of each token of G responses, at the sampling temperature."""
         group = TensorDict(tokens_of([prompt], [responses], self._pad_token_id), [1])
-        (rows,) = self._scorer.inv(group)["log_probs", "reference"]
-        return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
+        scored = self._scorer.inv(group)
+        keys = [("log_probs", "reference"), *([CANDIDATES, CANDIDATE_LOG_PROBS] if self._top_k else [])]
+        return [
+            [number for key in keys for number in scored[key][0, g, ..., : len(response)].flatten().tolist()]
+            for g, response in enumerate(responses)
+        ]
 
 
 class ReferenceActors:
