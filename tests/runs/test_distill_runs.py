@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from pathlib import Path
 
 import pytest
 from local_pool import LocalPool, collect_locally
+from run_files import inflated, payload
 from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
 
@@ -48,6 +51,18 @@ def test_the_policy_comes_nearer_to_its_teacher(
     assert {line["advantage/abs_mean"] for line in lines} == {0.0}
     assert any(line["reward/mean"] > 0 for line in lines), "rewards are still measured"
     assert "no group" not in capsys.readouterr().out
+
+
+def test_the_report_has_the_teacher_s_word_on_each_token(train: Runner, tmp_path: Path) -> None:
+    (line,) = train("run", train__total_dialog_turns=16, logging__token_details=16)
+    rows = read(tmp_path / "run/rollouts.jsonl")
+    trainer, teacher = (
+        [number for row in rows for number in row["tokens"][name]] for name in ("trainer", "teacher")
+    )
+    mean = statistics.fmean(trainer) - statistics.fmean(teacher)
+    assert line["distill/reverse_kl"] == pytest.approx(mean, abs=1e-4)
+    page = payload((tmp_path / "run/report.html").read_text())
+    assert json.dumps(rows[0]["tokens"]["teacher"], separators=(",", ":"))[1:-1] in inflated(page["runs"][0]["texts"]).decode()
 
 
 def test_a_teacher_that_is_the_policy_says_nothing(train: Runner, config: Config) -> None:

@@ -347,8 +347,8 @@ class LoggingConfig:
     )
     token_details: NonNegativeInt = key(
         0,
-        "Responses of each round whose tokens rollouts.jsonl has with the log-probabilities of engine and "
-        "trainer, for report.html. Each costs the trainer a forward pass; not for grpo-sft.",
+        "Responses of each round whose tokens rollouts.jsonl has with the log-probabilities of engine, "
+        "trainer and teacher, for report.html. Each costs the trainer a forward pass; not for grpo-sft.",
         only_with="logging.rollouts=true",
     )
     progress: bool = key(True, "Show a progress bar, or plain lines if there is no terminal.")

@@ -187,6 +187,8 @@ def _tokens(details: Any) -> dict[str, list[Any]] | None:
     if not len(text) == len(engine) == len(trainer):
         return None
     numbers = {"engine": engine, "trainer": trainer}
+    if isinstance(teacher := parts.get("teacher"), list) and len(teacher) == len(text):
+        numbers["teacher"] = teacher
     finite = {name: [jsonable(number(value)) for value in values] for name, values in numbers.items()}
     return {"text": [str(piece) for piece in text], **finite}
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the single tokens of a few responses, of engine and trainer, for the report."""
+"""Log-probabilities of single tokens of a few responses, of engine, trainer and teacher, for the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from torchrl_grpo.batch.schema import sampled_mask
 
 
 def token_details(
-    groups: TensorDictBase, trainer: Tensor, tokenizer: PreTrainedTokenizerBase, count: int
+    groups: TensorDictBase,
+    trainer: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    has_teacher: bool = False,
 ) -> list[dict[str, list[Any]]]:
     """Return texts and log-probabilities of the tokens of the first responses, group by group.
 
@@ -21,28 +25,32 @@ def token_details(
         trainer: ``[P, G, T]``, log-probabilities under the trained model.
         tokenizer: tokenizer of the model.
         count: number of responses.
+        has_teacher: whether ``("log_probs", "reference")`` is of a teacher.
 
     Returns:
-        For each response ``text``, ``engine`` and ``trainer``, with an entry per token. Numbers of a token
-        that the model did not sample, as of a tool's result, are None.
+        For each response ``text``, ``engine``, ``trainer`` and, with a teacher, ``teacher``, with an entry
+        per token. Numbers of a token that the model did not sample, as of a tool's result, are None.
     """
     sampled = sampled_mask(groups)
     columns = groups["tokens", "response"], groups["masks", "response"], sampled
     rows = zip(*(column.flatten(0, 1)[:count] for column in columns), strict=True)
-    numbers = [values.flatten(0, 1)[:count] for values in (groups["log_probs", "response"], trainer)]
+    numbers = {"engine": groups["log_probs", "response"], "trainer": trainer}
+    if has_teacher:
+        numbers["teacher"] = groups["log_probs", "reference"]
+    by_name = {name: values.flatten(0, 1) for name, values in numbers.items()}
     details = []
-    for (tokens, real, own), engine, policy in zip(rows, *numbers, strict=True):
+    for number, (tokens, real, own) in enumerate(rows):
         length = int(real.sum())
         masks = own[:length].tolist()
         details.append(
             {
                 "text": [tokenizer.decode([token]) for token in tokens[:length].tolist()],
                 **{
-                    name: [round(value, 5) if mask else None for value, mask in zip(row, masks, strict=True)]
-                    for name, row in (
-                        ("engine", engine[:length].tolist()),
-                        ("trainer", policy[:length].tolist()),
-                    )
+                    name: [
+                        round(value, 5) if mask else None
+                        for value, mask in zip(values[number, :length].tolist(), masks, strict=True)
+                    ]
+                    for name, values in by_name.items()
                 },
             }
         )

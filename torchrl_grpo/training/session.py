@@ -370,7 +370,8 @@ class Session:
         # Whole groups, because the prompt of one is computed once.
         scored = groups[: -(-count // groups["group_id"].shape[1])]
         trainer = learner.ranks.call_all(Learner.log_probs, learner, scored)
-        return token_details(scored, trainer, self.parts.tokenizer, count)
+        has_teacher = self.cfg.policy.distill_coef != 0
+        return token_details(scored, trainer, self.parts.tokenizer, count, has_teacher)
 
     def write_discarded(self, round_: Round, reasons: list[str]) -> None:
         """Write every response of the groups that the next round leaves out."""

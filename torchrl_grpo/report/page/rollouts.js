@@ -139,7 +139,8 @@ class Rollouts {
     const first = h("p", { className: "note" }, `Step ${columns.step[row]}, group ${columns.group[row]}, problem ${columns.problem[row]}, ${rows.length} responses. `,
       reason ? h("b", { className: "bad" }, `Discarded: ${reason}. `) : equal ? h("b", {}, "All rewards are equal, so they taught nothing. ") : null,
       h("button", { onclick: () => this.setFilters({ problem: String(columns.problem[row]) }) }, "All rollouts of this problem"));
-    const tint = h("select", { id: "tint" }, TINTS.map(([value, label]) => h("option", { value, selected: value === this.tint }, label)));
+    const hasTeacher = rows.some((other) => this.textOf(other)?.tokens?.teacher);
+    const tint = h("select", { id: "tint" }, TINTS.filter(([value]) => value !== "teacher" || hasTeacher).map(([value, label]) => h("option", { value, selected: value === this.tint }, label)));
     tint.onchange = () => { this.tint = tint.value; this.choose(row); };
     const hasTokens = rows.some((other) => this.textOf(other)?.tokens);
     this.group.replaceChildren(h("h2", {}, "Group"), first, hasTokens ? h("p", {}, "Color tokens by ", tint) : "",
@@ -165,17 +166,17 @@ class Rollouts {
 }
 
 // How a token is colored: by a number of it that is bad at one end of a scale, or good and bad at its two ends.
-const TINTS = [["engine", "log-probability"], ["difference", "trainer minus engine"], ["push", "advantage times ratio"]];
+const TINTS = [["engine", "log-probability"], ["difference", "trainer minus engine"], ["push", "advantage times ratio"], ["teacher", "teacher minus trainer"]];
 
 function tokenText(tokens, advantage, tint) {
-  const { text, engine, trainer } = tokens;
+  const { text, engine, trainer, teacher } = tokens;
   const shade = (value, scale) => `rgba(${value < 0 ? "179,38,30" : "26,127,75"},${Math.min(0.75, Math.abs(value) / scale)})`;
   return h("div", { className: "text tokens" }, text.map((piece, at) => {
     if (engine[at] === null) return h("span", { title: "not sampled" }, piece);
     const difference = trainer[at] - engine[at];
     const ratio = Math.exp(difference);
-    const [value, scale] = { engine: [engine[at], 5], difference: [difference, 0.5], push: [advantage * ratio, 2] }[tint];
-    const title = `log-probability: engine ${digits(engine[at])}, trainer ${digits(trainer[at])}; ratio ${digits(ratio)}`;
+    const [value, scale] = { engine: [engine[at], 5], difference: [difference, 0.5], push: [advantage * ratio, 2], teacher: [teacher ? teacher[at] - trainer[at] : 0, 2] }[tint];
+    const title = `log-probability: engine ${digits(engine[at])}, trainer ${digits(trainer[at])}${teacher ? `, teacher ${digits(teacher[at])}` : ""}; ratio ${digits(ratio)}`;
     return h("span", { title, style: { background: shade(value, scale) } }, piece);
   }));
 }
