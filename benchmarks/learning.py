@@ -1,9 +1,10 @@
 """``python -m benchmarks.learning EXPERIMENT``: what is learned, over several seeds, with intervals.
 
-An experiment has one arm or several. An arm is one command, or several of which each begins with the model
-of the one before. Every arm runs with each seed. For every held-out accuracy the table has the mean before,
-the values after, the rise, and the paired difference to the first arm. The last two have 95 % intervals over
-the seeds, of Student's t distribution.
+An experiment has one arm or several. An arm is one command, or several of which each takes the model of the
+one before. Arms that begin with the same commands share their runs. Every arm runs with each seed. For every
+held-out accuracy the table has the mean before, the values after, the mean seconds of the last command, the
+rise, and the paired difference to the first arm. The last two have 95 % intervals over the seeds, of
+Student's t distribution.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +27,15 @@ _T = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Stage:
-    """One command of an arm: a script and its words."""
+    """One command of an arm: a script, its words, and the key that gets the model of the command before."""
 
     script: str
     words: tuple[str, ...]
+    takes: str = "model.name"
 
 
 _SUMS = ("--config-name=grpo_quickstart", "eval.num_problems=200")
+_GRPO_SUMS = Stage(_GRPO, _SUMS)
 _SFT_SUMS = Stage(_SFT, ("--config-name=sft_quickstart", "eval.num_problems=200"))
 
 
@@ -61,9 +64,20 @@ _SHORT_SUMS = (*_SUMS, "env.num_envs=4", "train.total_dialog_turns=384", "eval.f
 EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
     # Supervised fine-tuning and GRPO on one task, and one after the other.
     "sft": {
-        "GRPO": (Stage(_GRPO, _SUMS),),
+        "GRPO": (_GRPO_SUMS,),
         "SFT": (_SFT_SUMS,),
         "SFT, then GRPO": (_SFT_SUMS, Stage(_GRPO, _SUMS)),
+    },
+    # The untrained model is taught by the model that GRPO trained: with the sampled tokens, and with those
+    # that the teacher finds most probable.
+    "distill": {
+        "GRPO, the teacher": (_GRPO_SUMS,),
+        "SFT": (_SFT_SUMS,),
+        "distillation": (_GRPO_SUMS, Stage(_GRPO, (*_SUMS, "policy=distill"), "teacher_model.name")),
+        "distillation, top 16": (
+            _GRPO_SUMS,
+            Stage(_GRPO, (*_SUMS, "policy=distill", "policy.distill_top_k=16"), "teacher_model.name"),
+        ),
     },
     # A game of several turns.
     "episodes": {
@@ -96,32 +110,33 @@ EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
 }
 # For each accuracy, its value before and after training.
 Accuracies = dict[str, tuple[float, float]]
+SECONDS = "seconds of the last command"
 
 
-def run_arm(stages: Sequence[Stage], seed: int, folder: Path, words: Sequence[str]) -> Accuracies:
+def run_arm(stages: Sequence[Stage], seed: int, folders: Sequence[Path], words: Sequence[str]) -> Accuracies:
     """Run the commands of an arm.
 
     Args:
-        stages: commands; each begins with the last model of the one before.
+        stages: commands; each takes the last model of the one before.
         seed: seed of the runs.
-        folder: folder for the runs.
+        folders: folder of each run.
         words: further words of every command.
 
     Returns:
-        For each accuracy in ``metrics.jsonl``, its value before the first command and after the last.
+        For each accuracy in ``metrics.jsonl``, its value before the first command and after the last. Under
+        SECONDS is how long the last command took, twice.
     """
     before: dict[str, float] = {}
     after: dict[str, float] = {}
-    model: list[str] = []
-    for number, stage in enumerate(stages):
-        run = folder / str(number)
+    last: list[str] = []
+    for stage, run in zip(stages, folders, strict=True):
         if not (run / "summary.json").is_file():
             command = [
                 sys.executable,
                 str(_ROOT / stage.script),
                 *stage.words,
                 f"seed={seed}",
-                *model,
+                *(f"{stage.takes}={model}" for model in last),
                 *words,
             ]
             subprocess.run([*command, f"hydra.run.dir={run}", "logging.progress=false"], check=True)
@@ -131,8 +146,9 @@ def run_arm(stages: Sequence[Stage], seed: int, folder: Path, words: Sequence[st
         ]
         before = before or accuracies[0]
         after = accuracies[-1]
-        model = [f"model.name={run}/checkpoints/{lines[-1]['step']}/model"]
-    return {name: (before[name], after[name]) for name in before}
+        last = [f"{run}/checkpoints/{lines[-1]['step']}/model"]
+        seconds = json.loads((run / "summary.json").read_text())["seconds"]
+    return {**{name: (before[name], after[name]) for name in before}, SECONDS: (seconds, seconds)}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -149,19 +165,31 @@ def table(found: dict[str, list[Accuracies]]) -> str:
         found: for each arm, the accuracies before and after of each seed.
     """
     lines = [
-        "| arm | accuracy | before | after, by seed | rise | difference to the first arm |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| arm | accuracy | before | after, by seed | seconds | rise | difference to the first arm |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     first = next(iter(found.values()))
     for arm, seeds in found.items():
-        for name in seeds[0]:
+        seconds = statistics.fmean(seed[SECONDS][0] for seed in seeds)
+        for name in (name for name in seeds[0] if name != SECONDS):
             before = statistics.fmean(seed[name][0] for seed in seeds)
             after = ", ".join(f"{seed[name][1]:.3f}" for seed in seeds)
             rise = "{:+.3f} ± {:.3f}".format(*interval([seed[name][1] - seed[name][0] for seed in seeds]))
             pairs = [one[name][1] - other[name][1] for one, other in zip(seeds, first, strict=True)]
             difference = "" if seeds is first else "{:+.3f} ± {:.3f}".format(*interval(pairs))
-            lines.append(f"| {arm} | {name} | {before:.3f} | {after} | {rise} | {difference} |")
+            lines.append(
+                f"| {arm} | {name} | {before:.3f} | {after} | {seconds:.0f} | {rise} | {difference} |"
+            )
     return "\n".join(lines)
+
+
+def _first_with(stages: Sequence[Stage], arms: Mapping[str, Sequence[Stage]]) -> str:
+    """Return the first arm that begins with these commands."""
+    return next(arm for arm, own in arms.items() if own[: len(stages)] == stages)
+
+
+def _named(arm: str, seed: int) -> str:
+    return f"{arm} {seed}".replace(",", "").replace(" ", "-")
 
 
 def main() -> None:
@@ -172,12 +200,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, required=True, help="folder for the runs")
     asked = parser.parse_args()
-    found: dict[str, list[Accuracies]] = {arm: [] for arm in EXPERIMENTS[asked.experiment]}
+    arms = EXPERIMENTS[asked.experiment]
+    found: dict[str, list[Accuracies]] = {arm: [] for arm in arms}
     # Seed by seed, so that what has been measured can be compared at any time.
     for seed in range(asked.seeds):
-        for arm, stages in EXPERIMENTS[asked.experiment].items():
-            folder = asked.folder.resolve() / f"{arm} {seed}".replace(",", "").replace(" ", "-")
-            found[arm].append(run_arm(stages, seed, folder, asked.words))
+        for arm, stages in arms.items():
+            folders = [
+                asked.folder.resolve() / _named(_first_with(stages[:end], arms), seed) / str(end - 1)
+                for end in range(1, len(stages) + 1)
+            ]
+            found[arm].append(run_arm(stages, seed, folders, asked.words))
         print(f"\n{seed + 1} seed(s)\n{table(found)}", flush=True)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from forked import Finished, run_script
+from tiny_model import build_tiny_model
 from user_files import blocks_below, train_in
 
 pytestmark = pytest.mark.slow
@@ -146,6 +147,27 @@ def test_prompts_and_a_reward_are_enough(
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("which", ["prompts.jsonl", "distill_coef"])
+def test_prompts_are_enough_for_a_teacher(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str], which: str
+) -> None:
+    page = (repo_root / "docs/distillation.md").read_text()
+    (command,) = (line for line in page.splitlines() if line.startswith("python ") and which in line)
+    teacher = build_tiny_model(tmp_path / "teacher", seed=5)
+    _, script, *words = shlex.split(command.partition("  #")[0].replace("TEACHER", str(teacher)))
+    write(tmp_path / "prompts.jsonl", [{"question": f"Say {number}."} for number in range(40)])
+    (tmp_path / "my_reward.py").write_text(SHAPED)
+    # The data set of the recipe is on the hub.
+    data = ["env=jsonl", "env.data_path=prompts.jsonl", "reward.functions={brevity:my_reward.py:brevity}"]
+    words += [] if which in data[1] else data
+    words += [*SMALL, f"model.name={tiny_model_dir}", *format_words]
+    done = run_script([repo_root / script, *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [line for line in lines(tmp_path / "run/metrics.jsonl") if line["step"]]
+    assert all(math.isfinite(line["distill/reverse_kl"]) for line in steps)
+    assert any(line["advantage/abs_mean"] > 0 for line in steps) == (which == "distill_coef")
 
 
 def test_questions_and_solutions_are_enough_for_sft(
