@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import aiohttp
 
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime.loop_thread import LoopClosed, LoopThread
 
 _T = TypeVar("_T")
 _UNIX, _JSON = "unix:", "application/json"
@@ -60,12 +60,7 @@ class ServerConnection:
         self._key, self._key_variable = key, key_variable
         self._timeout_s = timeout_s
         self._base = "http://server" if address.startswith(_UNIX) else address.rstrip("/")
-        self._loop = asyncio.new_event_loop()
-        # Whoever submits work or closes holds it, so that no work is submitted to a loop that ends.
-        self._lock = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="server client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("server client")
         self._session = self._run(self._open())
 
     async def _open(self) -> aiohttp.ClientSession:
@@ -181,11 +176,10 @@ class ServerConnection:
             raise ServerLost(f"{where}: {type(error).__name__} {error}".strip()) from error
 
     def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise ServerLost(f"the connection to {self.address} is closed")
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return self._thread.submit(work)
+        except LoopClosed as error:
+            raise ServerLost(f"the connection to {self.address} is closed") from error
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         try:
@@ -195,19 +189,7 @@ class ServerConnection:
 
     def close(self) -> None:
         """Close the connection from any thread; requests under way end with an exception."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        # Work that was submitted before has become a task when this one runs, and is canceled by it.
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(self._shut())
 
     async def _shut(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
         await self._session.close()
