@@ -196,7 +196,15 @@ def test_the_timeline_has_lanes_with_idle_gaps(tmp_path: Path, opened: Opener) -
 def test_hostile_text_is_text(tmp_path: Path, opened: Opener) -> None:
     run = write_run(tmp_path / "run", steps=1)
     rows = [
-        rollout(1, 0, response=HOSTILE, prompt=HOSTILE, rewards={HOSTILE: 1.0}, errors={HOSTILE: HOSTILE}),
+        rollout(
+            1,
+            0,
+            response=HOSTILE,
+            prompt=HOSTILE,
+            rewards={HOSTILE: 1.0},
+            errors={HOSTILE: HOSTILE},
+            verdicts={HOSTILE: HOSTILE},
+        ),
         rollout(1, 0, response=HOSTILE + "x" * 2**20),
         rollout(1, 0, messages=[{"role": HOSTILE, "content": HOSTILE}]),
     ]

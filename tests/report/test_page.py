@@ -29,6 +29,7 @@ def page(tmp_path: Path) -> str:
         "response": HOSTILE,
         "rewards": {HOSTILE: 1.0},
         "errors": {HOSTILE: HOSTILE},
+        "verdicts": {HOSTILE: HOSTILE},
         "messages": [{"role": HOSTILE, "content": HOSTILE}],
     }
     with (tmp_path / "run/rollouts.jsonl").open("a") as file:

@@ -37,7 +37,7 @@ def test_numbers_and_texts_of_each_rollout_are_read(tmp_path: Path) -> None:
     failed = rollout(3, 9, errors={"environment": "it is gone"})
     old = {name: value for name, value in rollout(3, 9).items() if name not in ("length", "truncated")}
     write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
-    rows = [rollout(1, 7), rollout(1, 7, 3), failed, old]
+    rows = [rollout(1, 7, verdicts={"quality": "It is long."}), rollout(1, 7, 3), failed, old]
     write_lines(tmp_path / "rollouts.jsonl", rows)
     contents = read(tmp_path)
     columns = contents["rollouts"]
@@ -50,6 +50,7 @@ def test_numbers_and_texts_of_each_rollout_are_read(tmp_path: Path) -> None:
     assert columns["problem"][0] == columns["problem"][1] != columns["problem"][2]
     assert [text["response"] for text in contents["texts"]["rollouts"]] == [row["response"] for row in rows]
     assert contents["texts"]["rollouts"][2]["errors"] == {"environment": "it is gone"}
+    assert contents["texts"]["rollouts"][0]["verdicts"] == {"quality": "It is long."}
     assert not contents["sampled"] and not contents["dropped"] and not contents["damaged"]
 
 

@@ -45,6 +45,7 @@ class Rounds:
             [[f"{n}.0", f"{n}.1"] for n in names],
             parts,
             [{} for _ in range(2 * size)],
+            [{} for _ in range(2 * size)],
             7,
             2,
             [],

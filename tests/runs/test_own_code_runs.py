@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_judge import FakeJudge, score_length
 from forked import Finished, run_script
 from tiny_model import build_tiny_model
 from user_files import blocks_below, train_in
@@ -286,6 +287,26 @@ def test_a_judge_that_is_asked_over_the_network_trains(
     for row in rows:
         length = len(row["response"].encode("unicode_escape") + b"\n")
         assert row["rewards"]["judge"] == pytest.approx(1 / length, abs=1e-5)
+
+
+def test_the_judge_of_the_documentation_trains(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    configuration, command = blocks_below(repo_root / "docs" / "judges.md", "A judge", level=2)[:2]
+    write(tmp_path / "prompts.jsonl", GOOD)
+    with FakeJudge(score_length) as judge:
+        address = "http://127.0.0.1:8000/v1"
+        assert address in configuration
+        (tmp_path / "judged.yaml").write_text(configuration.replace(address, judge.url))
+        said = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
+    assert "held out: 8 problems, graded by quality\n" in said and "held-out reward    " in said
+    rows = [*lines(tmp_path / "run/rollouts.jsonl"), *lines(tmp_path / "run/evaluations.jsonl")]
+    assert len(rows) == 16 + 2 * 8 and not any("errors" in row for row in rows)
+    for row in rows:
+        verdict = json.loads(row["verdicts"]["quality"])
+        assert row["rewards"] == {"quality": pytest.approx((verdict["score"] - 1) / 9)}
+    asked = judge.requests[0]["messages"][1]["content"]
+    assert "The letter is polite, clear and short." in asked and "Greet the guests of room" in asked
 
 
 def test_a_judge_that_is_not_there_ends_the_run_in_its_first_round(

@@ -29,6 +29,7 @@ from torchrl_grpo.checkpoints.run_dir import MANIFEST, launch_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.derived import HELD_OUT
+from torchrl_grpo.config.judges import is_free_argument
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
@@ -333,7 +334,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
         if key == "eval.num_problems" and not has_own_rows and {before, now} == {None, HELD_OUT}:
             # null stands for this number, which was the default of earlier runs.
             continue
-        if not is_changeable_on_resume(key, before):
+        if not is_changeable_on_resume(key, before) and not is_free_argument(cfg, key):
             run_dir = folder.parent.parent
             command = f" (its command was {known})" if (known := launch_command(run_dir)) else ""
             raise CheckpointError(

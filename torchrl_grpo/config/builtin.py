@@ -89,6 +89,12 @@ REWARDS = {
     ),
     "environment": BuiltInReward(f"{_REWARDS}.environment:build", _ALL, is_correctness=True),
 }
+#: Rewards that another model gives, by what ``reward.functions`` calls them or begins with -> function of the
+#: configuration, the reward's name and the folder of the run that returns the reward.
+MODEL_REWARDS = {
+    "judge": f"{_REWARDS}.judge.reward:build",
+    "hf:": f"{_REWARDS}.reward_model:build",
+}
 
 _EPISODES = "torchrl_grpo.envs.episodes"
 #: Name -> class of the environment, which is created with ``env.environment_args``.

@@ -190,17 +190,20 @@ class RewardConfig:
     functions: dict[str, str] = key(
         {},
         "Rewards of your own by name, each FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, e.g. "
-        "{brevity: my_rewards.py:brevity}. docs/tasks_and_rewards.md describes the functions. One without a "
-        "weight in reward.weights has weight 1, unless eval.reward names it beside other weights. Without "
-        "reward.weights, the dataset's defaults do not apply.",
+        "{brevity: my_rewards.py:brevity}; judge, a model behind an endpoint; or hf:MODEL, a reward model "
+        "of the hub or in a folder. docs/tasks_and_rewards.md describes functions, docs/judges.md models. "
+        "One without a weight in reward.weights has weight 1, unless eval.reward names it beside other "
+        "weights. Without reward.weights, the dataset's defaults do not apply.",
     )
     args: dict[str, Any] = key(
         {},
-        "Arguments of the rewards in functions, by name, e.g. {brevity: {target: 50}}.",
+        "Arguments of the rewards in functions, by name, e.g. {brevity: {target: 50}}. docs/judges.md has "
+        "those of judges and reward models.",
     )
     on_error: float = key(
         0.0,
-        "Value of a reward that raises an error. The error is also counted and logged.",
+        "Value of a reward that raises an error. The error is also counted and logged. A judge or reward "
+        "model that fails counts as the mean of the group's other responses instead.",
     )
     timeout_s: PositiveFloat = key(
         5.0,

@@ -24,8 +24,8 @@ class Measured:
     Attributes:
         name: what the user wrote.
         metrics: the metrics ``eval/*``.
-        rows: a mapping for each response to a held-out problem, with ``id`` and ``grade``. Where ``grade``
-            is the loss of a solution, ``tokens`` is its number of tokens.
+        rows: a mapping for each response to a held-out problem, with ``id``, and with ``grade`` unless a
+            judge failed on it. Where ``grade`` is the loss of a solution, ``tokens`` is its number of tokens.
     """
 
     name: str
@@ -55,8 +55,8 @@ def difference(model: Measured, other: Measured) -> tuple[float, tuple[float, fl
     Problems count alike. Losses are per token, as those of the models: a problem counts by its tokens.
     """
     results = [_by_problem(each) for each in (model, other)]
-    assert results[0].keys() == results[1].keys(), "the problems are those of one configuration"
-    paired = [[each[id] for each in results] for id in results[0]]
+    # The problems are those of one configuration, but a judge may have failed on some.
+    paired = [[each[id] for each in results] for id in results[0] if id in results[1]]
     return paired_interval(
         [(first[0], second[0]) for first, second in paired],
         [(first[1], second[1]) for first, second in paired],
@@ -68,6 +68,8 @@ def _by_problem(model: Measured) -> dict[str, tuple[float, float]]:
     grades: dict[str, list[float]] = {}
     tokens: dict[str, float] = {}
     for row in model.rows:
+        if "grade" not in row:
+            continue
         grades.setdefault(row["id"], []).append(row["grade"])
         # The loss of a solution is a mean over its tokens.
         tokens[row["id"]] = row.get("tokens", 1)

@@ -118,6 +118,8 @@ class RunReader:
             entry["messages"] = [_message(message) for message in messages[:200]]
         if errors:
             entry["errors"] = {str(name): shorten(str(error)) for name, error in errors.items()}
+        if verdicts := _mapping(row.get("verdicts")):
+            entry["verdicts"] = {str(name): shorten(str(text)) for name, text in verdicts.items()}
         if (tokens := _tokens(row.get("tokens"))) is not None:
             entry["tokens"] = tokens
         size = sum(len(text) for text in _texts(entry))
@@ -207,7 +209,8 @@ def _texts(entry: dict[str, Any]) -> list[str]:
     messages = [message["content"] for message in entry.get("messages", ())]
     # The numbers of a token take about as much room as thirty characters.
     tokens = [" " * 30 * len(entry["tokens"]["text"])] if "tokens" in entry else []
-    return [entry["prompt"], entry["response"], *messages, *entry.get("errors", {}).values(), *tokens]
+    said = [*entry.get("errors", {}).values(), *entry.get("verdicts", {}).values()]
+    return [entry["prompt"], entry["response"], *messages, *said, *tokens]
 
 
 def _summary(path: Path) -> dict[str, Any]:

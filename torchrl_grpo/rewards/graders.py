@@ -84,15 +84,21 @@ class OwnRewardGrader:
     Args:
         name: name of the reward in the scores.
         threshold: least value of a right answer; None if the value itself is the metric.
+        is_judge: whether a failure says nothing about the response, which then has no grade.
     """
 
-    def __init__(self, name: str, threshold: float | None) -> None:
-        self._name, self._threshold = name, threshold
+    def __init__(self, name: str, threshold: float | None, is_judge: bool = False) -> None:
+        self._name, self._threshold, self._is_judge = name, threshold, is_judge
         self.primary = MEAN_REWARD if threshold is None else "accuracy"
         self.metrics: tuple[str, ...] = (self.primary,)
 
     def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
-        """Return the value, or with a threshold 0 or 1. A response whose reward failed is never right."""
+        """Return the value, or with a threshold 0 or 1; nothing if the reward is a judge that failed.
+
+        A response whose reward failed is never right.
+        """
+        if self._is_judge and self._name in score.errors:
+            return {}
         value = score.parts[self._name]
         if self._threshold is not None:
             value = float(value >= self._threshold and self._name not in score.errors)
@@ -143,11 +149,15 @@ class MixtureGrader:
     def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
         """Return the grade under the two names that the example counts for, and 0 for the others.
 
+        It is nothing if the grader of the part gives none.
+
         Raises:
             Exception: the grader failed.
         """
         grader = self._graders[example.part]
-        value = grader.grade(completion, example, score)[grader.primary]
+        value = grader.grade(completion, example, score).get(grader.primary)
+        if value is None:
+            return {}
         return {name: value * weight for name, weight in self.weights(example).items()}
 
     def weights(self, example: Example) -> dict[str, float]:
@@ -166,7 +176,7 @@ class Graded:
     """The grades of one completion.
 
     Attributes:
-        metrics: value of each metric of the grader.
+        metrics: value of each metric of the grader; empty if a judge that grades has failed.
         score: what the run's rewards gave; empty if none of them is the user's.
         errors: what failed -> message. It is a reward, or ``grader``.
     """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.builtin import DATASETS, REWARDS, dataset_kind, load_built_in
+from torchrl_grpo.config.builtin import DATASETS, MODEL_REWARDS, REWARDS, dataset_kind, load_built_in
 from torchrl_grpo.config.checks.data import check_rewards
 from torchrl_grpo.config.derived import held_out_problems, reward_weights
+from torchrl_grpo.config.judges import JUDGE, REWARD_MODEL, is_model, is_ranking, judge_config
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
@@ -21,6 +23,7 @@ from torchrl_grpo.rewards.graders import (
     NoGrader,
     OwnRewardGrader,
 )
+from torchrl_grpo.rewards.judge.question import check_reference
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import user_reward
 from torchrl_grpo.rewards.types import Grader, Reward
@@ -82,8 +85,9 @@ def check_weights(cfg: Config) -> dict[str, float]:
             weights are 0, or a function of the user cannot be loaded.
     """
     weights = _weights(cfg)
-    for name in cfg.reward.functions:
-        _user_reward_spec(cfg, name).load()
+    for name, spec in cfg.reward.functions.items():
+        if not is_model(spec):
+            _user_reward_spec(cfg, name).load()
     check_rewards(cfg, weights)
     return dict(weights)
 
@@ -126,21 +130,32 @@ def _check_example(cfg: Config, name: str, example: Example | None) -> None:
     """
     if name not in cfg.reward.functions:
         _check_answer(cfg, name, example)
+    elif is_model(cfg.reward.functions[name]):
+        if example is not None and cfg.reward.functions[name] == JUDGE:
+            check_reference(judge_config(cfg, name), example, name)
     elif example is not None:
         spec = _user_reward_spec(cfg, name)
         spec.load()[1].check_columns(example, spec)
 
 
-def _build(cfg: Config, name: str, example: Example | None) -> Reward:
+def _build(cfg: Config, name: str, example: Example | None, folder: Path | None) -> Reward:
     _check_example(cfg, name, example)
     if name in cfg.reward.functions:
+        if is_model(spec := cfg.reward.functions[name]):
+            of_model: Reward = load_built_in(MODEL_REWARDS[JUDGE if spec == JUDGE else REWARD_MODEL])(
+                cfg, name, folder
+            )
+            return of_model
         return user_reward.build(_user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers)
     reward: Reward = load_built_in(REWARDS[name].build)(cfg)
     return reward
 
 
 def build_reward_set(
-    cfg: Config, examples: Mapping[str, Example] | None = None, group_size: int | None = None
+    cfg: Config,
+    examples: Mapping[str, Example] | None = None,
+    group_size: int | None = None,
+    folder: Path | None = None,
 ) -> RewardSet | MixtureRewardSet:
     """Build the rewards of a run. Some start worker processes, so the caller must close the result.
 
@@ -150,6 +165,7 @@ def build_reward_set(
             mixture. The columns that the user's reward functions need must be in its data-set row
             (``Example.columns``). None skips this check.
         group_size: see :class:`RewardSet`.
+        folder: folder of the run, in which judges keep their verdicts; None without a run.
 
     Returns:
         The rewards, combined.
@@ -162,43 +178,48 @@ def build_reward_set(
         with ExitStack() as stack:
             sets = {}
             for part in parts:
-                sets[part.name] = _build_one_set(part.cfg, examples.get(part.name), group_size)
+                sets[part.name] = _build_one_set(part.cfg, examples.get(part.name), group_size, folder)
                 stack.callback(sets[part.name].close)
             stack.pop_all()
         return MixtureRewardSet(sets)
-    return _build_one_set(cfg, examples.get(""), group_size)
+    return _build_one_set(cfg, examples.get(""), group_size, folder)
 
 
-def _build_one_set(cfg: Config, example: Example | None, group_size: int | None) -> RewardSet:
+def _build_one_set(
+    cfg: Config, example: Example | None, group_size: int | None, folder: Path | None
+) -> RewardSet:
     pairs: list[tuple[Reward, float]] = []
     with ExitStack() as stack:
         for name, weight in check_weights(cfg).items():
-            reward = _build(cfg, name, example)
+            reward = _build(cfg, name, example, folder)
             stack.callback(close_all, [reward])
             pairs.append((reward, weight))
         stack.pop_all()
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers, group_size)
 
 
-def of_run(cfg: Config, problems: Problems) -> RewardSet | MixtureRewardSet:
+def of_run(cfg: Config, problems: Problems, folder: Path | None = None) -> RewardSet | MixtureRewardSet:
     """Build the rewards of a run, and check that its problems have what they need."""
     examples = problems.first_examples() if cfg.train.method == "grpo" else None
-    return build_reward_set(cfg, examples, cfg.env.repeats)
+    return build_reward_set(cfg, examples, cfg.env.repeats, folder)
 
 
-def grader_of_run(cfg: Config, problems: Problems, shared: RewardSet | MixtureRewardSet) -> CountingGrader:
+def grader_of_run(
+    cfg: Config, problems: Problems, shared: RewardSet | MixtureRewardSet, folder: Path | None = None
+) -> CountingGrader:
     """Build the grader of a run, and check that its held-out problems have what it needs."""
     examples = problems.first_examples(held_out=True) if held_out_problems(cfg) > 0 else None
-    return build_grader(cfg, shared, examples)
+    return build_grader(cfg, shared, examples, folder)
 
 
 def eval_reward_name(cfg: Config) -> str:
     """Return the name of the reward that grades the evaluation.
 
     It is ``eval.reward`` if that is set. Otherwise it is the reward with the largest positive weight, among
-    those of correctness (:class:`~torchrl_grpo.config.builtin.BuiltInReward`) and those of the user. In a
-    tie, the data set's default is chosen if it is among the tied rewards, and the first of them otherwise. If
-    none has a positive weight, it is the heaviest of the user, or else the data set's default.
+    those of correctness (:class:`~torchrl_grpo.config.builtin.BuiltInReward`) and those of the user, but for
+    judges that rank. In a tie, the data set's default is chosen if it is among the tied rewards, and the
+    first of them otherwise. If none has a positive weight, it is the heaviest of the user, or else the data
+    set's default.
 
     Args:
         cfg: configuration; ``eval.reward``, ``reward`` and ``env.dataset`` are read.
@@ -209,7 +230,11 @@ def eval_reward_name(cfg: Config) -> str:
     default = DATASETS[dataset_kind(cfg.env.dataset)].eval_reward
     if cfg.env.environment is not None:
         default = "environment"
-    own = {name: weight for name, weight in weights.items() if name in cfg.reward.functions and weight}
+    own = {
+        name: weight
+        for name, weight in weights.items()
+        if name in cfg.reward.functions and weight and not is_ranking(cfg, name)
+    }
     judges = {name for name, reward in REWARDS.items() if reward.is_correctness} | own.keys()
     rewarded = {name: weight for name, weight in weights.items() if name in judges and weight > 0} or own
     heaviest = [name for name, weight in rewarded.items() if weight == max(rewarded.values())]
@@ -230,6 +255,7 @@ def build_grader(
     cfg: Config,
     shared: RewardSet | MixtureRewardSet | None = None,
     examples: Mapping[str, Example] | None = None,
+    folder: Path | None = None,
 ) -> CountingGrader:
     """Build the grader that :func:`eval_reward_name` names. The caller must close it: it may start processes.
 
@@ -238,9 +264,10 @@ def build_grader(
     Args:
         cfg: configuration; ``env.dataset``, ``env.answer_format``, ``eval`` and ``reward`` are read.
         shared: rewards of the run. If they include a built-in reward that the grader needs, the grader uses
-            it and its worker processes instead of starting its own. Close the grader before the rewards. A
-            reward of the user is not shared, because it may have a state.
+            it and its worker processes instead of starting its own. So are judges and reward models. Close
+            the grader before the rewards. A reward of the user is not shared, because it may have a state.
         examples: see :func:`build_reward_set`.
+        folder: see :func:`build_reward_set`.
 
     Returns:
         A grader that counts its errors.
@@ -262,7 +289,7 @@ def build_grader(
         for name, of_part in {part.name: part.cfg for part in parts}.items() or {"": cfg}.items():
             common = shared.sets[name] if isinstance(shared, MixtureRewardSet) else shared
             if scores:
-                sets[name] = _held_out_set(of_part, common, examples.get(name), notes)
+                sets[name] = _held_out_set(of_part, common, examples.get(name), notes, folder)
                 stack.callback(sets[name].close)
             prefix = f"{name}/" if parts else ""
             graders[name] = _build_one_grader(of_part, common, examples.get(name), prefix)
@@ -286,11 +313,12 @@ def _lacks_grader(cfg: Config, example: Example | None) -> bool:
 
 
 def _held_out_set(
-    cfg: Config, shared: RewardSet | None, example: Example | None, notes: list[str]
+    cfg: Config, shared: RewardSet | None, example: Example | None, notes: list[str], folder: Path | None
 ) -> RewardSet:
     """Build the rewards that score held-out responses: those of the run, and the one that grades.
 
-    A reward that needs what held-out problems do not have is left out, with a note, unless it grades.
+    A reward that needs what held-out problems do not have is left out, with a note, unless it grades. So is a
+    judge that ranks, without one.
     """
     weights, borrowed = check_weights(cfg), set()
     if (grades := eval_reward_name(cfg)) in cfg.reward.functions:
@@ -298,6 +326,8 @@ def _held_out_set(
     pairs: list[tuple[Reward, float]] = []
     with ExitStack() as stack:
         for name, weight in weights.items():
+            if is_ranking(cfg, name):
+                continue
             try:
                 _check_example(cfg, name, example)
             except ConfigError as error:
@@ -305,12 +335,12 @@ def _held_out_set(
                     raise
                 notes.append(f"warning: held-out responses are not scored by {name}. {error}")
                 continue
-            own = name in cfg.reward.functions
+            own = name in cfg.reward.functions and not is_model(cfg.reward.functions[name])
             reward = None if own or shared is None else shared.get(name)
             if reward is not None:
                 borrowed.add(name)
             else:
-                reward = _build(cfg, name, example)
+                reward = _build(cfg, name, example, folder)
                 stack.callback(close_all, [reward])
             pairs.append((reward, weight))
         stack.pop_all()
@@ -320,7 +350,7 @@ def _held_out_set(
 def _build_one_grader(cfg: Config, shared: RewardSet | None, example: Example | None, prefix: str) -> Grader:
     name, threshold = eval_reward_name(cfg), cfg.eval.threshold
     if name in cfg.reward.functions:
-        return OwnRewardGrader(prefix + name, threshold)
+        return OwnRewardGrader(prefix + name, threshold, is_model(cfg.reward.functions[name]))
     _check_answer(cfg, name, example)
     if (own := REWARDS[name].grader) is not None:
         if threshold is not None and not prefix:
@@ -330,5 +360,5 @@ def _build_one_grader(cfg: Config, shared: RewardSet | None, example: Example | 
         return grader
     reward = None if shared is None else shared.get(name)
     return AccuracyGrader(
-        reward or _build(cfg, name, example), reward is None, 1.0 if threshold is None else threshold
+        reward or _build(cfg, name, example, None), reward is None, 1.0 if threshold is None else threshold
     )

@@ -11,12 +11,18 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards.types import BatchReward, ResponseScore, Reward
+from torchrl_grpo.rewards.types import (
+    BatchReward,
+    NoVerdict,
+    ResponseScore,
+    Result,
+    Reward,
+    Verdict,
+    WaitingReward,
+)
 from torchrl_grpo.runtime.printable import printable
 
 _log = logging.getLogger(__name__)
-
-_Result = float | Mapping[str, float]
 
 
 class RewardSet:
@@ -24,9 +30,10 @@ class RewardSet:
 
     Args:
         rewards: pairs of reward and weight. A reward of weight 0 is logged only.
-        on_error: unweighted value of a reward that raises.
-        workers: number of calls of rewards that run in parallel. A call has one completion, or those of a
-            group if the reward takes a batch.
+        on_error: unweighted value of a reward that raises. A :class:`~torchrl_grpo.rewards.types.NoVerdict`
+            has its own.
+        workers: number of calls of a reward that run in parallel, unless the reward says so itself. A call
+            has one completion, or those of a group if the reward takes a batch.
         group_size: number of responses in a group. Without it, neighbors with the same problem are a group.
         borrowed: names of rewards that are not closed with this set.
     """
@@ -46,6 +53,11 @@ class RewardSet:
         self._borrowed = borrowed
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, "reward") if workers > 1 else None
+        self._own_threads = {
+            reward.name: ThreadPoolExecutor(reward.parallel_calls, reward.name)
+            for reward, _ in rewards
+            if isinstance(reward, WaitingReward)
+        }
         self.error_count = 0
 
     @property
@@ -71,8 +83,8 @@ class RewardSet:
 
         Returns:
             The scores, in the same order. A reward that raises or returns a number that is not finite counts
-            as ``on_error``. Its error is in ``errors``, is logged with the completion, and is counted in
-            :attr:`error_count`.
+            as ``on_error``, or as :class:`~torchrl_grpo.rewards.types.NoVerdict` says. Its error is in
+            ``errors``, is logged with the completion, and is counted in :attr:`error_count`.
 
         Raises:
             ValueError: the two lengths differ.
@@ -87,14 +99,17 @@ class RewardSet:
         """Close the rewards. It may be called twice."""
         if self._threads is not None:
             self._threads.shutdown()
+        # A call that waits for somebody else ends when its reward is closed, here or by its owner.
+        for threads in self._own_threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         close_all([reward for reward, _ in self._rewards if reward.name not in self._borrowed])
 
     def _outcomes(
         self, reward: Reward, completions: Sequence[str], examples: Sequence[Example]
-    ) -> list[_Result | Exception]:
+    ) -> list[Result | Exception]:
         """Return for each completion what the reward returned, or the error that it raised."""
 
-        def score(rows: list[int]) -> list[_Result | Exception]:
+        def score(rows: list[int]) -> list[Result | Exception]:
             try:
                 if isinstance(reward, BatchReward):
                     texts, problems = [completions[row] for row in rows], [examples[row] for row in rows]
@@ -114,22 +129,29 @@ class RewardSet:
             # Two neighboring groups may have the same problem.
             size = self._group_size or max(1, len(completions))
             calls = [rows[at : at + size] for rows in same_problem for at in range(0, len(rows), size)]
-        results = map(score, calls) if self._threads is None else self._threads.map(score, calls)
+        threads = self._own_threads.get(reward.name, self._threads)
+        results = map(score, calls) if threads is None else threads.map(score, calls)
         return [outcome for outcomes in results for outcome in outcomes]
 
     def _sum(
-        self, completion: str, example: Example, outcomes: Sequence[_Result | Exception]
+        self, completion: str, example: Example, outcomes: Sequence[Result | Exception]
     ) -> ResponseScore:
         total = size = 0.0
         parts: dict[str, float] = {}
         errors: dict[str, str] = {}
+        verdicts: dict[str, str] = {}
         for (reward, weight), outcome in zip(self._rewards, outcomes, strict=True):
             try:
                 value, named = read_result(outcome)
+                if isinstance(outcome, Verdict):
+                    verdicts[reward.name] = outcome.text
             except Exception as error:  # noqa: BLE001  of the reward, which may be user code; reported below
-                value, named = self._on_error, {}
+                stands_for = error.stand_in if isinstance(error, NoVerdict) else self._on_error
                 errors[reward.name] = error_text(error)
-                self._report(reward.name, errors[reward.name], completion, example)
+                self._report(reward.name, errors[reward.name], stands_for, completion, example)
+                if stands_for is None:
+                    continue
+                value, named = stands_for, {}
             total += weight * value
             size += abs(weight * value)
             parts[reward.name] = value
@@ -137,14 +159,17 @@ class RewardSet:
         # Rewards that cancel out leave a rounding error, which could be the only difference in a group.
         if abs(total) < len(self._rewards) * sys.float_info.epsilon * size:
             total = 0.0
-        return ResponseScore(total, parts, errors)
+        return ResponseScore(total, parts, errors, verdicts)
 
-    def _report(self, name: str, message: str, completion: str, example: Example) -> None:
+    def _report(
+        self, name: str, message: str, stands_for: float | None, completion: str, example: Example
+    ) -> None:
         with self._lock:
             self.error_count += 1
         _log.warning(
-            "reward %s failed on %s and counts as %g: %s; completion: %s",
-            name, example.id, self._on_error, message, excerpt(completion), extra={"fold": f"reward {name}"},
+            "reward %s failed on %s and %s: %s; completion: %s",
+            name, example.id, "does not count" if stands_for is None else f"counts as {stands_for:g}",
+            message, excerpt(completion), extra={"fold": f"reward {name}"},
         )  # fmt: skip
 
 
@@ -189,6 +214,7 @@ class MixtureRewardSet:
                     score.total,
                     {f"{dataset}/{name}": value for name, value in score.parts.items()},
                     {f"{dataset}/{name}": message for name, message in score.errors.items()},
+                    {f"{dataset}/{name}": text for name, text in score.verdicts.items()},
                 )
         return [scores[row] for row in range(len(examples))]
 
@@ -217,7 +243,7 @@ def excerpt(completion: str) -> str:
     return f"{completion[:2_000]!r} ... {completion[-2_000:]!r} ({len(completion)} characters)"
 
 
-def read_result(result: _Result | Exception) -> tuple[float, dict[str, float]]:
+def read_result(result: Result | Exception) -> tuple[float, dict[str, float]]:
     """Split the result of a reward into its score and its components.
 
     Raises:
@@ -225,6 +251,8 @@ def read_result(result: _Result | Exception) -> tuple[float, dict[str, float]]:
     """
     if isinstance(result, Exception):
         raise result
+    if isinstance(result, Verdict):
+        result = {**result.components, "score": result.score}
     parts = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in parts:
         raise ValueError(f"the result of a reward needs a 'score', got {sorted(parts)}")

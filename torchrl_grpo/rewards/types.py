@@ -9,6 +9,40 @@ from typing import Protocol, runtime_checkable
 from torchrl_grpo.data.example import Example
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge said about a completion.
+
+    Attributes:
+        score: value of the reward.
+        text: the judge's own words, for ``rollouts.jsonl``.
+        components: further numbers, which are logged as ``<name>/<part>``.
+    """
+
+    score: float
+    text: str
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+class NoVerdict(Exception):
+    """A judge failed. That says nothing about the completion, so ``reward.on_error`` does not count for it.
+
+    Args:
+        message: what went wrong.
+        stand_in: value that counts in place of the score, usually the mean of the group's other responses,
+            which leaves the judge without influence on this one. None if the judge failed on the whole
+            group; it then counts for none of them.
+    """
+
+    def __init__(self, message: str, stand_in: float | None = None) -> None:
+        super().__init__(message)
+        self.stand_in = stand_in
+
+
+#: What a reward returns for a completion.
+Result = float | Mapping[str, float] | Verdict
+
+
 class Reward(Protocol):
     """Scores a completion. It must be thread-safe.
 
@@ -18,7 +52,7 @@ class Reward(Protocol):
 
     name: str
 
-    def __call__(self, completion: str, example: Example) -> float | Mapping[str, float]:
+    def __call__(self, completion: str, example: Example) -> Result:
         """Score one completion.
 
         Args:
@@ -29,7 +63,7 @@ class Reward(Protocol):
 
         Returns:
             A number, or a mapping of named numbers. Its ``"score"`` is weighted. The others are components of
-            the reward, which are logged as ``<name>/<part>``.
+            the reward, which are logged as ``<name>/<part>``. A judge returns a :class:`Verdict`.
 
         Raises:
             Exception: any failure. :class:`~torchrl_grpo.rewards.RewardSet` counts and logs it.
@@ -49,16 +83,27 @@ class BatchReward(Protocol):
 
     def score_batch(
         self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[float | Mapping[str, float]]:
+    ) -> Sequence[Result | Exception]:
         """Score completions, each the answer to its own example.
 
         Returns:
-            For each completion what :meth:`Reward.__call__` returns.
+            For each completion what :meth:`Reward.__call__` returns, or the exception that it would raise.
 
         Raises:
             Exception: any failure. It counts for each of the completions.
         """
         ...
+
+
+@runtime_checkable
+class WaitingReward(BatchReward, Protocol):
+    """A reward that waits for answers from elsewhere, so that several groups should wait at a time.
+
+    Attributes:
+        parallel_calls: number of calls of ``score_batch`` that run in parallel, whatever ``reward.workers``.
+    """
+
+    parallel_calls: int
 
 
 class Grader(Protocol):
@@ -77,6 +122,8 @@ class Grader(Protocol):
 
     def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
         """Return a value for each metric: 0 or 1, unless the metric averages parts of an example, or rewards.
+
+        Nothing is returned for a completion that a judge failed on, which then counts in no mean.
 
         Args:
             completion: text that the model wrote.
@@ -104,9 +151,12 @@ class ResponseScore:
     Attributes:
         total: weighted sum of the rewards.
         parts: unweighted value of each reward by name, and its components as ``<name>/<part>``.
-        errors: reward name -> message for rewards that raised. Each of them counted as ``reward.on_error``.
+        errors: reward name -> message for rewards that raised. Each of them counted as ``reward.on_error``,
+            or as :class:`NoVerdict` says; it is not in ``parts`` if it did not count.
+        verdicts: reward name -> words of a judge.
     """
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    verdicts: dict[str, str] = field(default_factory=dict)

@@ -312,7 +312,8 @@ class Collector:
                     "group": scored.group.state_dict(),
                     "texts": scored.texts,
                     "scored": [
-                        [score.total, dict(score.parts), dict(score.errors)] for score in scored.scores
+                        [score.total, dict(score.parts), dict(score.errors), dict(score.verdicts)]
+                        for score in scored.scores
                     ],
                     "reference": scored.reference,
                 }

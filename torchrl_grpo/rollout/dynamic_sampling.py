@@ -80,6 +80,7 @@ def _assemble_round(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) 
         responses=[rounds[number].responses[group] for number, group in chosen],
         rewards_by_name=[rounds[number].rewards_by_name[row] for number, row in rows],
         errors=[rounds[number].errors[row] for number, row in rows],
+        verdicts=[rounds[number].verdicts[row] for number, row in rows],
         response_tokens=sum(round_.response_tokens for round_ in rounds),
         error_count=sum(round_.error_count for round_ in rounds),
         records=[rounds[number].records[row] for number, row in rows if rounds[number].records],

@@ -46,6 +46,7 @@ class Round:
         responses: texts of G responses for each prompt.
         rewards_by_name: rewards and their components by name: P x G dictionaries, group by group.
         errors: reward errors by name: P x G dictionaries, group by group.
+        verdicts: words of judges by name: P x G dictionaries, group by group.
         response_tokens: number of sampled tokens. Refill rounds and the groups discarded from them are
             included; groups dropped as too old are not.
         error_count: reward errors of the same responses.
@@ -58,6 +59,7 @@ class Round:
     responses: list[list[str]]
     rewards_by_name: list[dict[str, float]]
     errors: list[dict[str, str]]
+    verdicts: list[dict[str, str]]
     response_tokens: int
     error_count: int
     records: list[EpisodeRecord]
@@ -115,7 +117,11 @@ def build_round(
     shape = len(groups), len(groups[0].scores)
     scores = [score for scored in groups for score in scored.scores]
     responses = [scored.group.responses for scored in groups]
-    rewards = [[score.parts.get(name, math.nan) for name in reward_names] for score in scores]
+    # What failed on a whole group is equal for all of it, so that it has no influence.
+    rewards = [
+        [score.parts.get(name, 0.0 if name in score.errors else math.nan) for name in reward_names]
+        for score in scores
+    ]
     batch = build_batch(
         [scored.group.prompt for scored in groups],
         responses,
@@ -134,6 +140,7 @@ def build_round(
         responses=[scored.texts for scored in groups],
         rewards_by_name=[dict(score.parts) for score in scores],
         errors=[dict(score.errors) for score in scores],
+        verdicts=[dict(score.verdicts) for score in scores],
         response_tokens=int(batch["masks", "sampled"].sum()),
         error_count=sum(len(score.errors) for score in scores),
         records=[
@@ -194,6 +201,8 @@ def pass_rates(round_: Round, reward: str, threshold: float) -> dict[int, float]
         reward: name of the reward that says which response is right. The sum of the rewards counts for a
             response that has no such reward.
         threshold: least value of a right response.
+
+    Groups are left out of which the reward judged no response, because it is a judge that failed.
     """
     P, G = round_.groups["group_id"].shape
     numbers = round_.groups["group_id"][:, 0].tolist()
@@ -203,7 +212,11 @@ def pass_rates(round_: Round, reward: str, threshold: float) -> dict[int, float]
         parts.get(reward, total) >= threshold
         for parts, total in zip(round_.rewards_by_name, totals, strict=True)
     ]
-    return {numbers[p]: sum(right[p * G : (p + 1) * G]) / G for p in range(P)}
+    failed = [
+        reward in errors and reward not in parts
+        for parts, errors in zip(round_.rewards_by_name, round_.errors, strict=True)
+    ]
+    return {numbers[p]: sum(right[p * G : (p + 1) * G]) / G for p in range(P) if not failed[p * G]}
 
 
 def error_share(round_: Round) -> dict[str, float]:
@@ -212,8 +225,15 @@ def error_share(round_: Round) -> dict[str, float]:
     Empty if no reward failed.
     """
     failed = Counter(name for errors in round_.errors for name in errors)
-    calls = Counter(name for parts in round_.rewards_by_name for name in parts)
+    calls = Counter(
+        name for each in zip(round_.rewards_by_name, round_.errors, strict=True) for name in _called(*each)
+    )
     return {"reward/error_share": max(failed[name] / calls[name] for name in failed)} if failed else {}
+
+
+def _called(parts: Mapping[str, float], errors: Mapping[str, str]) -> dict[str, None]:
+    """Return the names of the rewards that were called, those that failed and did not count too."""
+    return dict.fromkeys([*parts, *errors])
 
 
 def check_rewards(round_: Round, weights: Mapping[str, float]) -> None:
@@ -229,7 +249,7 @@ def check_rewards(round_: Round, weights: Mapping[str, float]) -> None:
     calls = [
         (name, errors.get(name))
         for parts, errors in zip(round_.rewards_by_name, round_.errors, strict=True)
-        for name in parts
+        for name in _called(parts, errors)
         if weights.get(name)
     ]
     if not calls or any(error is None for _, error in calls):
@@ -278,6 +298,9 @@ def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
         strict=True,
     )
     rows = [dict(zip(_ROLLOUT_FIELDS, column, strict=True)) for column in columns]
+    for row, verdicts in zip(rows, round_.verdicts, strict=True):
+        if verdicts:
+            row["verdicts"] = verdicts
     for row, record in zip(rows, round_.records, strict=False):
         row["messages"] = record.messages
     return rows

@@ -31,6 +31,15 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _END_LIMIT_S = 0.4
 
 
+def _visible(gpu: int) -> str:
+    """Return the name of a GPU of this process, for a process that sees only this one; empty for none."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None
+    if names is None:
+        return str(gpu)
+    return names[gpu] if gpu < len(names) else ""
+
+
 class SupervisedProcess:
     """A module in a process of its own.
 
@@ -39,7 +48,8 @@ class SupervisedProcess:
             descriptor of a socket to this process.
         arguments: further arguments.
         environment: environment variables; None for those of this process, without its own settings
-            (:mod:`~torchrl_grpo.runtime.own_variables`). The process sees no GPU.
+            (:mod:`~torchrl_grpo.runtime.own_variables`).
+        gpu: number of the only GPU that the process sees, among those of this one; None for none.
 
     Attributes:
         socket: this end of the socket.
@@ -47,7 +57,11 @@ class SupervisedProcess:
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        gpu: int | None = None,
     ) -> None:
         self.socket, theirs = socket.socketpair()
         # The process must be able to import everything that this one can. -P keeps the working directory out
@@ -62,7 +76,7 @@ class SupervisedProcess:
                 env={
                     **(own_variables.inherited() if environment is None else environment),
                     "PYTHONPATH": path,
-                    "CUDA_VISIBLE_DEVICES": "",
+                    "CUDA_VISIBLE_DEVICES": "" if gpu is None else _visible(gpu),
                     "OMP_NUM_THREADS": "1",
                 },
                 start_new_session=True,  # only the parent handles Ctrl-C

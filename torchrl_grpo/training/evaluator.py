@@ -104,18 +104,26 @@ class Evaluator:
         weights = [self.grader.weights(example) for example in self.examples]
         metrics: dict[str, float] = {}
         for name in self.grader.metrics:
-            values = [_mean([grade.metrics[name] for grade in group]) for group in grades]
-            total = sum(weight[name] for weight in weights)
+            of_problems = [
+                [grade.metrics[name] for grade in group if name in grade.metrics] for group in grades
+            ]
+            pairs = [
+                (_mean(of_problem), weight[name])
+                for of_problem, weight in zip(of_problems, weights, strict=True)
+                if of_problem
+            ]
+            values = [value for value, _ in pairs]
+            total = sum(weight for _, weight in pairs)
             if total == 0:
-                # A part of a mixture without held-out problems.
+                # A part of a mixture without held-out problems, or judges failed on all responses.
                 continue
-            right = sum(value * weight[name] for value, weight in zip(values, weights, strict=True))
+            right = sum(value * weight for value, weight in pairs)
             metrics[f"eval/{name}"] = right / total
             if name != self.grader.primary:
                 continue
             if name == MEAN_REWARD and (bounds := mean_interval(values)) is not None:
                 metrics |= {"eval/primary_low": bounds[0], "eval/primary_high": bounds[1]}
-            if name != MEAN_REWARD or all(g.metrics[name] in (0.0, 1.0) for group in grades for g in group):
+            if name != MEAN_REWARD or all(value in (0.0, 1.0) for group in of_problems for value in group):
                 low, high = wilson(right, round(total))
                 metrics |= {
                     "eval/accuracy": right / total,
@@ -127,7 +135,7 @@ class Evaluator:
     def _pass_at_k(self, grades: list[list[Graded]]) -> float:
         scores = []
         for group in grades:
-            right = sum(grade.metrics[self.grader.primary] >= 1.0 for grade in group)
+            right = sum(grade.metrics.get(self.grader.primary, 0.0) >= 1.0 for grade in group)
             scores.append(pass_at_k(len(group), right, self.pass_at_k))
         return _mean(scores)
 
@@ -164,7 +172,10 @@ class Evaluator:
                 row["rewards"] = own or {name: grade.metrics[name] for name in weights if weights[name]}
                 if own:
                     row["reward"] = grade.score.total
-                row["grade"] = grade.metrics[self.grader.primary]
+                if self.grader.primary in grade.metrics:
+                    row["grade"] = grade.metrics[self.grader.primary]
+                if grade.score.verdicts:
+                    row["verdicts"] = grade.score.verdicts
                 if completion.record is not None:
                     row["messages"] = completion.record.messages
                 if grade.errors:

@@ -165,8 +165,8 @@ def _prepare_and_train(
     try:
         with (
             screen.libraries_to_log(),
-            closing(rewards.of_run(cfg, problems)) as reward_set,
-            closing(rewards.grader_of_run(cfg, problems, reward_set)) as grader,
+            closing(rewards.of_run(cfg, problems, run_dir)) as reward_set,
+            closing(rewards.grader_of_run(cfg, problems, reward_set, run_dir)) as grader,
         ):
             return _train(
                 cfg,

@@ -90,7 +90,8 @@ class Counters:
         A reward of the user says what is right if all its values so far are 0 or 1, and both have occurred:
         one that may be any number may begin with zeros.
         """
-        self.any_number |= "eval/accuracy" not in metrics
+        # There is no value either if a judge failed on all responses.
+        self.any_number |= "eval/primary" in metrics and "eval/accuracy" not in metrics
         if (mean := metrics.get("eval/primary")) is not None:
             self.any_zero |= mean < 1
             self.any_one |= mean > 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, dataset_kind
 from torchrl_grpo.config.checks.unread import check_unset
 from torchrl_grpo.config.derived import has_episodes, reward_weights
+from torchrl_grpo.config.judges import check_model_reward, is_model, is_ranking
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import OF_A_DATASET
 from torchrl_grpo.runtime import user_code
@@ -242,6 +243,13 @@ def check_rewards(cfg: Config, weights: Mapping[str, float]) -> None:
         if not isinstance(arguments, dict):
             wrong = "the arguments of a function have names"
             raise bad_value(key, arguments, wrong, f"reward.args={{{name}:{{ARGUMENT:VALUE}}}}")
+    for name, spec in functions.items():
+        if is_model(spec):
+            check_model_reward(cfg, name)
+    if cfg.eval.reward is not None and is_ranking(cfg, cfg.eval.reward):
+        wrong = "a judge that ranks a group says nothing about one response"
+        fix = "eval.reward=REWARD with another reward, perhaps a second judge with mode: absolute"
+        raise bad_value("eval.reward", cfg.eval.reward, wrong, fix)
     if cfg.eval.reward is not None:
         _check_reward(cfg, cfg.eval.reward, "eval.reward", cfg.eval.reward, "eval.reward={}")
     for name, weight in weights.items():
@@ -277,6 +285,7 @@ def _check_function(name: str, spec: str) -> None:
     if not name.replace("-", "_").isidentifier():
         wrong = "a reward's name has letters, digits, _ and -"
         raise bad_value(key, spec, wrong, f"reward.functions={{my_reward:{spec}}}")
-    if user_code.parse(spec) is None:
+    if not is_model(spec) and user_code.parse(spec) is None:
         wrong = "it names no function"
-        raise bad_value(key, spec, wrong, f"reward.functions={{{name}:my_rewards.py:FUNCTION}}")
+        fix = f"reward.functions={{{name}:my_rewards.py:FUNCTION}}, or judge or hf:MODEL in place of the file"
+        raise bad_value(key, spec, wrong, fix)

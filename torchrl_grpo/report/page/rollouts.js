@@ -92,7 +92,7 @@ class Rollouts {
 
   textHits(query) {
     const { rollouts, prompts } = this.run.texts;
-    this.lower ??= rollouts.map((entry) => [prompts[entry.prompt], entry.response, ...(entry.messages || []).map((message) => message.content), ...Object.values(entry.errors || {})].join("\n").toLowerCase());
+    this.lower ??= rollouts.map((entry) => [prompts[entry.prompt], entry.response, ...(entry.messages || []).map((message) => message.content), ...Object.values(entry.errors || {}), ...Object.values(entry.verdicts || {})].join("\n").toLowerCase());
     return Uint8Array.from(this.lower, (text) => (text.includes(query) ? 1 : 0));
   }
 
@@ -158,6 +158,7 @@ class Rollouts {
     else if (text.messages) body.push(...text.messages.map((message) => h("div", { className: `turn ${message.role === "assistant" ? "assistant" : ""}` }, h("b", {}, message.role), h("div", { className: "text" }, message.content))));
     else body.push(h("div", { className: "text response", dir: "auto" }, text.response));
     for (const [name, error] of Object.entries(text?.errors || {})) body.push(h("p", { className: "bad" }, `${name}: ${error}`));
+    for (const [name, verdict] of Object.entries(text?.verdicts || {})) body.push(h("p", { className: "verdict" }, `${name}: ${verdict}`));
     return h("div", { className: `card${isChosen ? " on" : ""}` },
       h("h3", {}, `reward ${digits(columns.reward[row])}, advantage ${digits(columns.advantage[row])}`),
       h("p", { className: "note" }, [parts.join(", "), columns.length[row] < 0 ? "" : `${columns.length[row]} tokens`, FINISH[columns.finish[row]], columns.version[row] < 0 ? "" : `weights of step ${columns.version[row]}`].filter((each) => each && each !== "–").join("; ")),

@@ -98,6 +98,7 @@ class _Worker:
         setup: Any,
         max_bytes: int | None,
         isolation: Isolation,
+        gpu: int | None,
     ) -> None:
         self._label, self._timeout_s, self._setup = label, timeout_s, setup
         self._grace_s = 0.0 if isolation is Isolation.none else _GRACE_S
@@ -106,6 +107,7 @@ class _Worker:
             "torchrl_grpo.rewards.sandbox.worker",
             [target, isolation, str(max_bytes or 0)],
             None if isolation is Isolation.none else passed,
+            gpu,
         )
         self._process = self._supervised.process
         self._channel = JsonChannel(self._supervised.socket.fileno())
@@ -174,6 +176,7 @@ class WorkerPool:
         max_bytes: limit of a worker's address space, so that a runaway expression ends in a MemoryError of
             the worker; None for no limit.
         isolation: where a worker runs the function.
+        gpu: number of the GPU that the workers see, among those of this process; None for none.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class WorkerPool:
         setup: Any = None,
         max_bytes: int | None = 4 * 2**30,
         isolation: Isolation = Isolation.none,
+        gpu: int | None = None,
     ) -> None:
         self._label = label or target
         self._make = partial(
@@ -196,6 +200,7 @@ class WorkerPool:
             setup=setup,
             max_bytes=max_bytes,
             isolation=isolation,
+            gpu=gpu,
         )
         self._closed = False
         self._lock = threading.Lock()

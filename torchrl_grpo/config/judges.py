@@ -1,0 +1,269 @@
+"""The arguments of rewards that a model gives: a judge behind an endpoint, and a reward model.
+
+``reward.functions`` names them ``judge`` and ``hf:MODEL``, and ``reward.args`` has their arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from torchrl_grpo.config.keys import KeyBook, bad_value, key, show
+from torchrl_grpo.config.values import NonNegativeInt, PositiveFloat, PositiveInt
+from torchrl_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.schema import Config
+
+#: Specification of a judge in ``reward.functions``, and the beginning of that of a reward model.
+JUDGE, REWARD_MODEL = "judge", "hf:"
+#: Value of ``cache`` for a folder in that of the run.
+CACHE_OF_RUN = "run"
+# Arguments that say where and how the model is asked, and not what, so that a resumed run may change them.
+_FREE = (
+    *("url", "key_variable", "concurrency", "timeout_s", "retries", "backoff_s", "cache"),
+    *("device", "batch_size"),
+)
+# What the project itself writes into a request.
+_OWN_FIELDS = ("messages", "model", "stream", "n")
+#: Name of the judge's explanation in its answer, which no criterion can have.
+REASON = "reason"
+_T = TypeVar("_T")
+
+
+class JudgeMode(StrEnum):
+    """How a judge is asked."""
+
+    absolute = "absolute"
+    ranking = "ranking"
+
+
+class ScoreDtype(StrEnum):
+    """Number format of a reward model."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass
+class JudgeConfig:
+    """Arguments of ``reward.functions={NAME: judge}``."""
+
+    url: str = key("", "Address of an OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1.")
+    model: str = key("", "Name of the judge as the endpoint knows it.")
+    rubric: str = key("", "What a good response is. Either this or criteria is needed.")
+    criteria: dict[str, str] = key(
+        {},
+        "Several questions by name, each scored by itself, e.g. {clear: Is it easy to read?, short: Is it "
+        "short?}. The reward is their mean.",
+    )
+    mode: JudgeMode = key(
+        JudgeMode.absolute,
+        "absolute scores each response in a request of its own; ranking orders the responses of a group in "
+        "one request, and the reward is the share of the others that a response beats.",
+    )
+    scale: list[float] = key(
+        [1.0, 10.0], "Worst and best score; the reward is 0 at the one and 1 at the other."
+    )
+    reference: str | None = key(None, "Column of the data set with a reference answer that the judge sees.")
+    key_variable: str | None = key(
+        None,
+        "Environment variable with the endpoint's key; null sends none. The key itself is never written.",
+    )
+    concurrency: PositiveInt = key(16, "Largest number of requests at a time.")
+    timeout_s: PositiveFloat = key(60.0, "Seconds that one request may take.")
+    retries: NonNegativeInt = key(
+        3,
+        "Further attempts after a request that failed, unless the endpoint says that it never will succeed.",
+    )
+    backoff_s: PositiveFloat = key(
+        1.0, "Seconds before the second attempt, doubled before each further one, at most 30, with jitter."
+    )
+    request: dict[str, Any] = key(
+        {},
+        "Further fields of a request, which take the place of temperature: 0 and max_tokens: 1024; null "
+        "removes a field.",
+    )
+    cache: str | None = key(
+        CACHE_OF_RUN,
+        "Folder of the verdicts that are asked for once only; run is the folder judge of the run, null keeps "
+        "none.",
+    )
+
+
+@dataclass
+class RewardModelConfig:
+    """Arguments of ``reward.functions={NAME: hf:MODEL}``."""
+
+    device: str = key("cpu", "Where the model computes: cpu, or cuda:N for a GPU that no role uses.")
+    batch_size: PositiveInt = key(8, "Responses in one forward pass.")
+    dtype: ScoreDtype = key(ScoreDtype.float32, "Number format of the model.")
+    max_tokens: PositiveInt | None = key(
+        None,
+        "Longest conversation in tokens; a longer one is an error and not cut. null means what the model can "
+        "read.",
+    )
+    timeout_s: PositiveFloat = key(300.0, "Seconds that the scores of one group may take.")
+
+
+def is_model(spec: str) -> bool:
+    """Whether a value of ``reward.functions`` is a judge or a reward model, and no code of the user."""
+    return spec == JUDGE or spec.startswith(REWARD_MODEL)
+
+
+def is_ranking(cfg: Config, name: str) -> bool:
+    """Whether a reward compares the responses of a group, so that it says nothing about one alone."""
+    return cfg.reward.functions.get(name) == JUDGE and judge_config(cfg, name).mode == JudgeMode.ranking
+
+
+def is_free_argument(cfg: Config, key: str) -> bool:
+    """Whether a key is an argument of a judge or a reward model that a resumed run may change."""
+    section, _, argument = key.rpartition(".")
+    name = section.removeprefix("reward.args.")
+    return argument in _FREE and name != section and is_model(cfg.reward.functions.get(name, ""))
+
+
+def judge_config(cfg: Config, name: str) -> JudgeConfig:
+    """Return the arguments of a judge.
+
+    Args:
+        cfg: configuration.
+        name: name of the reward.
+
+    Raises:
+        ConfigError: one is missing, unknown or wrong.
+    """
+    prefix = f"reward.args.{name}"
+    args = _typed(JudgeConfig, cfg.reward.args.get(name, {}), prefix)
+    for field, example in (("url", "http://127.0.0.1:8000/v1"), ("model", "NAME")):
+        if not vars(args)[field].strip():
+            raise bad_value(f"{prefix}.{field}", "''", "a judge needs it", f"{prefix}.{field}={example}")
+    _check_url(args.url, f"{prefix}.url")
+    _check_question(args, prefix)
+    scale = args.scale
+    if len(scale) != 2 or scale[0] >= scale[1]:
+        wrong = "it must be two numbers, the worst score and a larger best one"
+        raise bad_value(f"{prefix}.scale", scale, wrong, f"{prefix}.scale=[1,10]")
+    for field in args.request:
+        if field in _OWN_FIELDS:
+            wrong = f"the judge itself sets {', '.join(_OWN_FIELDS)}"
+            raise bad_value(
+                f"{prefix}.request.{field}", args.request[field], wrong, f"{prefix}.request without it"
+            )
+    if args.key_variable is not None and not args.key_variable.isidentifier():
+        # It may be the key itself, so it is not shown.
+        raise ConfigError(
+            f"{prefix}.key_variable: its value is no name of an environment variable; write "
+            f"{prefix}.key_variable=OPENAI_API_KEY, for example, and set that variable to the key"
+        )
+    if args.cache is not None and not args.cache.strip():
+        raise bad_value(f"{prefix}.cache", "''", "it names no folder", f"{prefix}.cache={CACHE_OF_RUN}")
+    return args
+
+
+def reward_model_config(cfg: Config, name: str) -> tuple[str, RewardModelConfig]:
+    """Return the name or folder of a reward model, and its arguments.
+
+    Raises:
+        ConfigError: one is missing, unknown or wrong.
+    """
+    spec, prefix = cfg.reward.functions[name], f"reward.args.{name}"
+    source = spec.removeprefix(REWARD_MODEL)
+    if not source.strip():
+        fix = f"reward.functions={{{name}:hf:ORGANIZATION/MODEL}}, or hf: and a folder"
+        raise bad_value(f"reward.functions.{name}", spec, "it names no model", fix)
+    args = _typed(RewardModelConfig, cfg.reward.args.get(name, {}), prefix)
+    if args.device != "cpu" and not args.device.removeprefix("cuda:").isdecimal():
+        wrong = "it must be cpu or cuda: and the number of a GPU"
+        raise bad_value(f"{prefix}.device", args.device, wrong, f"{prefix}.device=cuda:0")
+    return source, args
+
+
+def check_model_reward(cfg: Config, name: str) -> None:
+    """Check the arguments of a judge or a reward model.
+
+    Raises:
+        ConfigError: one is missing, unknown or wrong.
+    """
+    if cfg.reward.functions[name] == JUDGE:
+        judge_config(cfg, name)
+    else:
+        reward_model_config(cfg, name)
+
+
+def _check_url(url: str, where: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise bad_value(where, url, "it is no address of an endpoint", f"{where}=http://127.0.0.1:8000/v1")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        # They may be secrets, so they are not shown.
+        raise ConfigError(
+            f"{where}: an address has no user, query or fragment; write "
+            f"{where}={parts.scheme}://HOST:PORT/v1, and the key into a variable that key_variable names"
+        )
+
+
+def _check_question(args: JudgeConfig, prefix: str) -> None:
+    if bool(args.rubric.strip()) == bool(args.criteria):
+        wrong = "a judge needs either a rubric or criteria"
+        fix = f"{prefix}.rubric='What a good response is' or {prefix}.criteria={{NAME:QUESTION}}"
+        raise bad_value(f"{prefix}.rubric", args.rubric or "''", wrong, fix)
+    for name, question in args.criteria.items():
+        if not name.isidentifier() or name == REASON or not question.strip():
+            wrong = f"a criterion has a name of letters, digits and _, other than {REASON}, and a question"
+            fix = f"{prefix}.criteria={{clear:'Is it easy to read?'}}"
+            raise bad_value(f"{prefix}.criteria", args.criteria, wrong, fix)
+
+
+def _typed(schema: type[_T], values: Mapping[str, Any], prefix: str) -> _T:
+    """Return an object of the schema with the values of the user.
+
+    Raises:
+        ConfigError: one is unknown, or of another type than the schema's.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    book, node = KeyBook(schema), OmegaConf.structured(schema)
+    for name, value in values.items():
+        if name not in book.leaves:
+            raise _unknown(name, book.leaves, prefix)
+        try:
+            OmegaConf.update(node, name, value, merge=False)
+            mistake = None
+        except OmegaConfBaseException:
+            mistake = f"it must be {book.describe(name)}"
+        bounds = book.ranges.get(name)
+        if mistake is None and bounds is not None and node[name] is not None:
+            mistake = bounds.mistake(node[name])
+        if mistake is not None:
+            raise bad_value(f"{prefix}.{name}", value, mistake, f"{prefix}.{name}={_example(schema, name)}")
+    args = OmegaConf.to_object(node)
+    assert isinstance(args, schema)
+    return args
+
+
+def _example(schema: type, name: str) -> str:
+    default = vars(schema())[name]
+    return "VALUE" if default in ("", {}, None) else show(default)
+
+
+def _unknown(name: str, known: Iterable[str], prefix: str) -> ConfigError:
+    if "key" in name.lower() or "token" in name.lower():
+        # Its value may be a key, which is not repeated.
+        return ConfigError(
+            f"{prefix}.{name}: a key is not written into a configuration; set an environment variable to it, "
+            f"and write {prefix}.key_variable=NAME_OF_THE_VARIABLE"
+        )
+    close = difflib.get_close_matches(name, known, n=1)
+    fix = f"{prefix}.{close[0]}" if close else f"one of {', '.join(known)}"
+    return ConfigError(f"{prefix}.{name}: there is no such argument; write {fix} instead")

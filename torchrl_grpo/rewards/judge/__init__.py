@@ -1,0 +1,1 @@
+"""Rewards that another model gives behind an endpoint: ``reward.functions={NAME: judge}``."""
