@@ -127,6 +127,14 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
         # One number is open.
         ("0.5B", "train_model.num_devices=2", True, 8, "inference_model.num_devices=6"),
         ("0.5B", "train_model.num_devices=2", False, 8, "inference_model.num_devices=6"),
+        # The GPU of a reward model is left alone.
+        (
+            "0.5B",
+            "train_model.num_devices=2 reward.functions.rm=hf:o/m reward.args.rm.device=cuda:0",
+            True,
+            8,
+            "inference_model.num_devices=5",
+        ),
         ("0.5B", "inference_model.num_devices=6", True, 8, "train_model.num_devices=2"),
         ("0.5B", "train_model.num_devices=8", False, 8, ""),
         # More ranks or engines than groups have nothing to do.

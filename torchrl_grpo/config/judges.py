@@ -100,7 +100,7 @@ class JudgeConfig:
 class RewardModelConfig:
     """Arguments of ``reward.functions={NAME: hf:MODEL}``."""
 
-    device: str = key("cpu", "Where the model computes: cpu, or cuda:N for a GPU that no role uses.")
+    device: str = key("cpu", "Where the model computes: cpu, or cuda:N for a GPU, which no role gets then.")
     batch_size: PositiveInt = key(8, "Responses in one forward pass.")
     dtype: ScoreDtype = key(ScoreDtype.float32, "Number format of the model.")
     max_tokens: PositiveInt | None = key(
@@ -182,6 +182,14 @@ def reward_model_config(cfg: Config, name: str) -> tuple[str, RewardModelConfig]
         wrong = "it must be cpu or cuda: and the number of a GPU"
         raise bad_value(f"{prefix}.device", args.device, wrong, f"{prefix}.device=cuda:0")
     return source, args
+
+
+def reward_gpu(cfg: Config, name: str) -> int | None:
+    """Return the number of the GPU that a reward computes on; None if it needs none."""
+    if not cfg.reward.functions[name].startswith(REWARD_MODEL):
+        return None
+    device = reward_model_config(cfg, name)[1].device
+    return None if device == "cpu" else int(device.removeprefix("cuda:"))
 
 
 def check_model_reward(cfg: Config, name: str) -> None:

@@ -172,7 +172,7 @@ RULES = (
         unit="round",
         seen="every call of a reward failed",
         advice="correct the function in reward.functions, or what it calls (the run's log and rollouts.jsonl "
-        "have each error); until then it counts as reward.on_error",
+        "have each error); until then it counts as reward.on_error, and a judge or reward model not at all",
         source="by definition",
     ),
     Rule(

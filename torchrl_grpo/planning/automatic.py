@@ -25,6 +25,7 @@ from torchrl_grpo.config.values import Parallelism
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.advice import Changes, apply
 from torchrl_grpo.planning.planned import Planned
+from torchrl_grpo.planning.request import reward_gpus
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -60,7 +61,9 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
     Raises:
         ModelError: a model's files are damaged.
     """
-    gpus, may_shard = len(hardware.gpus), all(_may_shard(cfg) for cfg in configs)
+    # Those of reward models are theirs alone.
+    kept = max(len({gpu for _, gpu in reward_gpus(cfg)}) for cfg in configs)
+    gpus, may_shard = len(hardware.gpus) - kept, all(_may_shard(cfg) for cfg in configs)
     divides = gpus > 1 and not rank_env.launched() and all(_leaves_open(cfg) for cfg in configs)
     shards = list(_shards(configs[0], gpus)) if may_shard else []
     if not (divides or shards):

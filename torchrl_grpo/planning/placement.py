@@ -37,6 +37,9 @@ def plan(request: Request, num_gpus: int) -> Plan:
 
 def _plan_cpu(request: Request) -> Plan:
     ranks, engines = request.train.count, request.inference.count
+    for name, gpu in request.reward_gpus:
+        key = f"reward.args.{name}.device"
+        raise bad_value(key, f"cuda:{gpu}", "no GPU can be used here", f"{key}=cpu")
     for role in _named_here(request):
         key = f"{role.key}.devices"
         wrong = f"no GPU can be used here; {role.key}.num_devices alone is a number of processes then"
@@ -198,7 +201,26 @@ class _Allocator:
                 self._check_overlap(earlier, role)
         if not request.uses_reference or request.lora:
             self.named = [role for role in self.named if role is not request.reference]
+        self._check_rewards()
         self.taken = {gpu for role in self.named for gpu in role.devices or ()}
+        self.taken |= {gpu for _, gpu in request.reward_gpus}
+
+    def _check_rewards(self) -> None:
+        """Refuse a GPU of a reward model that does not exist, or that a role needs."""
+        left = set(range(self.num_gpus))
+        for name, gpu in self.request.reward_gpus:
+            roles = [role.key for role in self.named if gpu in (role.devices or ())]
+            left.discard(gpu)
+            if gpu >= self.num_gpus:
+                wrong = f"this machine has {counted(self.num_gpus, 'GPU')}, numbered from 0"
+            elif roles:
+                wrong = f"this GPU is also in {roles[0]}.devices"
+            elif not left:
+                wrong = "it leaves no GPU for the trainer"
+            else:
+                continue
+            key = f"reward.args.{name}.device"
+            raise bad_value(key, f"cuda:{gpu}", wrong, f"{key}=cpu")
 
     def _left(self) -> list[int]:
         return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
@@ -236,6 +258,7 @@ class _Allocator:
             _notes(request),
             ranks=request.ranks,
             teaches=request.teaches,
+            reward_gpus=request.reward_gpus,
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:

@@ -53,6 +53,7 @@ class Plan:
         offload_optimizer: whether the optimizer's moments wait in host memory while the engine generates.
         ranks: number of training ranks on all machines, if a launcher has started them.
         teaches: whether that model is a teacher.
+        reward_gpus: names of rewards with a GPU of their own, and its number.
         max_num_seqs: largest number of responses that vLLM decodes at a time on a GPU; None on a CPU.
     """
 
@@ -72,6 +73,7 @@ class Plan:
     max_num_seqs: int | None = None
     offload_optimizer: bool = False
     ranks: int = 1
+    reward_gpus: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -122,7 +124,8 @@ class Plan:
     @property
     def idle(self) -> list[str]:
         """GPUs of this machine that no role uses."""
-        used = {*self.train.devices, *self.inference.devices, *self.reference.devices}
+        rewards = (f"cuda:{gpu}" for _, gpu in self.reward_gpus)
+        used = {*self.train.devices, *self.inference.devices, *self.reference.devices, *rewards}
         names = [f"cuda:{gpu}" for gpu in range(self.num_gpus)]
         return [name for name in names if name not in used]
 
@@ -132,6 +135,8 @@ class Plan:
         roles = (("train", self.train), ("inference", self.inference), (frozen, self.reference))
         rows = [("role", "devices", "placement", "why")]
         rows += [(name, show_devices(role.devices), role.placement, role.why) for name, role in roles]
+        for name, gpu in self.reward_gpus:
+            rows.append((f"reward {name}", f"cuda:{gpu}", "separate", f"as reward.args.{name}.device says"))
         if self.idle:
             rows.append(("idle", show_devices(self.idle), "", "no role asks for them"))
         return aligned(rows) + "".join(f"note: {note}\n" for note in self.notes)

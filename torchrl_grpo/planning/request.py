@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.config.allocation import meaning
 from torchrl_grpo.config.derived import frozen_model, needs_frozen_model
 from torchrl_grpo.config.engines import DEFAULT_ENGINE, EngineKind, engine_kind
+from torchrl_grpo.config.judges import reward_gpu
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.schema import TeacherName
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class Request:
             while the trainer trains. False if generation and training take turns, because separate processes
             save no time then. False if the reference follows the policy, because it is updated between two
             steps.
+        reward_gpus: names of rewards with a GPU of their own, and its number.
         allocation_mode: text for messages: ``allocation_mode`` and the overrides that it stands for; empty if
             it is not set.
     """
@@ -81,6 +84,7 @@ class Request:
     gpu_memory_utilization: float | None = None
     ranks: int = 1
     reference_in_own_processes: bool = False
+    reward_gpus: tuple[tuple[str, int], ...] = ()
     allocation_mode: str = ""
 
     @property
@@ -154,8 +158,20 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         and not cfg.inference_model.engine.has_servers
         and cfg.collector.max_policy_age > 0
         and cfg.ref_model.refresh_frequency == 0,
+        reward_gpus=reward_gpus(cfg),
         allocation_mode="" if cfg.allocation_mode is None else _allocation(cfg),
     )
+
+
+def reward_gpus(cfg: Config) -> tuple[tuple[str, int], ...]:
+    """Return the names of the rewards with a GPU of their own, and its number."""
+    gpus = {
+        name: gpu
+        for run in [part.cfg for part in mixture_parts(cfg)] or [cfg]
+        for name in run.reward.functions
+        if (gpu := reward_gpu(run, name)) is not None
+    }
+    return tuple(gpus.items())
 
 
 def _allocation(cfg: Config) -> str:

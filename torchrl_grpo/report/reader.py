@@ -209,8 +209,8 @@ def _texts(entry: dict[str, Any]) -> list[str]:
     messages = [message["content"] for message in entry.get("messages", ())]
     # The numbers of a token take about as much room as thirty characters.
     tokens = [" " * 30 * len(entry["tokens"]["text"])] if "tokens" in entry else []
-    said = [*entry.get("errors", {}).values(), *entry.get("verdicts", {}).values()]
-    return [entry["prompt"], entry["response"], *messages, *said, *tokens]
+    of_rewards = [*entry.get("errors", {}).values(), *entry.get("verdicts", {}).values()]
+    return [entry["prompt"], entry["response"], *messages, *of_rewards, *tokens]
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.judges import RewardModelConfig, reward_model_config
+from torchrl_grpo.config.judges import RewardModelConfig, reward_gpu, reward_model_config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.judge.question import visible
@@ -26,14 +26,14 @@ class RewardModelReward:
         name: name of the reward.
         source: name on the hub, or a folder.
         args: arguments of the reward.
+        gpu: number of its GPU; None for the CPU.
 
     Raises:
         ConfigError: the model cannot be loaded, or there is no such GPU.
     """
 
-    def __init__(self, name: str, source: str, args: RewardModelConfig) -> None:
+    def __init__(self, name: str, source: str, args: RewardModelConfig, gpu: int | None) -> None:
         self.name = name
-        gpu = int(args.device.removeprefix("cuda:")) if args.device != "cpu" else None
         folder = expanded(source)
         setup = {
             "source": str(folder.resolve()) if folder.is_dir() else source,
@@ -96,4 +96,4 @@ def build(cfg: Config, name: str, run_folder: Path | None) -> RewardModelReward:
         ConfigError: see :class:`RewardModelReward`.
     """
     source, args = reward_model_config(cfg, name)
-    return RewardModelReward(name, source, args)
+    return RewardModelReward(name, source, args, reward_gpu(cfg, name))

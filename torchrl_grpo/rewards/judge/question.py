@@ -65,10 +65,10 @@ def read_scores(args: JudgeConfig, answer: str) -> dict[str, float]:
     """
     names = [*(args.criteria or [_SCORE])]
 
-    def read(found: Mapping[str, Any]) -> dict[str, float]:
+    def read(fields: Mapping[str, Any]) -> dict[str, float]:
         scores = {}
         for name in names:
-            score = found.get(name)
+            score = fields.get(name)
             if isinstance(score, bool) or not isinstance(score, int | float):
                 raise BadVerdict(f"{name} is {_short(score)}, not a number")
             low, high = args.scale
@@ -115,8 +115,8 @@ def read_ranking(answer: str, count: int) -> list[float]:
         BadVerdict: the numbers are not those of the responses, each once.
     """
 
-    def read(found: Mapping[str, Any]) -> list[float]:
-        places = found.get(_RANKING)
+    def read(fields: Mapping[str, Any]) -> list[float]:
+        places = fields.get(_RANKING)
         if not isinstance(places, list):
             raise BadVerdict(f"{_RANKING} is {_short(places)}, not a list")
         tiers = [place if isinstance(place, list) else [place] for place in places]
@@ -199,11 +199,11 @@ def _first(answer: str, name: str, read: Callable[[Mapping[str, Any]], _Read]) -
         if count == _MOST_PLACES:
             break
         try:
-            found, _ = decoder.raw_decode(answer, match.start())
+            fields, _ = decoder.raw_decode(answer, match.start())
         except (ValueError, RecursionError):
             continue
-        if name in found:
-            return read(found)
+        if name in fields:
+            return read(fields)
     raise BadVerdict(f"it has no JSON object with {name}: {_short(answer)}")
 
 
