@@ -241,6 +241,11 @@ BAD: list[tuple[str, str]] = [
         "teacher_model.devices=[0]",
     ),
     ("policy=distill teacher_model.name=smollm2-135m policy.distill_coef=-1", "at least 0"),
+    ("policy=distill teacher_model.name=smollm2-135m teacher_model.hint=help", "it has no {solution}, which"),
+    (
+        "policy=distill teacher_model.name=smollm2-135m env.tools=[calculator] teacher_model.hint={solution}",
+        "in episodes the environment or the tools write the prompt",
+    ),
     ("policy=maxent policy.tau=-1", "at least 0"),
     ("policy=maxent policy.q_temperature=0", "greater than 0"),
     ("policy=maxent policy.q_epsilon=0.2", "env.repeats=8"),

@@ -132,7 +132,7 @@ class LocalReference:
 
     def log_probs(self, group: Group) -> Future[list[list[float]]]:
         responses = [response.token_ids for response in group.responses]
-        return self._thread.submit(self.scorer.log_probs, group.prompt, responses)
+        return self._thread.submit(self.scorer.log_probs, group.teacher_prompt or group.prompt, responses)
 
     def deadline(self) -> float:
         return math.inf

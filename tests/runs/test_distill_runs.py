@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 
 import pytest
+import torch
 from local_pool import LocalPool, collect_locally
 from run_files import inflated, payload
+from tensordict import TensorDictBase
 from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import AdvantageEstimator
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import DataError, ModelError
 from torchrl_grpo.rollout import build
+from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.job import run_async
 
@@ -124,6 +129,57 @@ def test_a_sum_over_all_tokens_is_what_the_sampled_ones_estimate(train: Runner) 
     # The tiny model has fewer tokens than this.
     (summed,) = train("summed", policy__distill_top_k=300)
     assert summed["distill/reverse_kl"] == pytest.approx(sampled["distill/reverse_kl"], rel=0.1)
+
+
+@pytest.mark.parametrize("devices", ["auto", 1])
+def test_a_teacher_reads_the_solution_that_the_policy_does_not_see(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int | str
+) -> None:
+    """Self-distillation: against the model's own forward pass on the prompt with the hint."""
+    rounds: list[TensorDictBase] = []
+    replace_contents = GroupBuffer.replace_contents
+
+    def kept(self: GroupBuffer, groups: TensorDictBase) -> None:
+        replace_contents(self, groups)
+        rounds.append(self.contents())
+
+    monkeypatch.setattr(GroupBuffer, "replace_contents", kept)
+    pools: list[LocalPool] = []
+    monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools))
+    config.teacher_model.name, config.teacher_model.num_devices = config.model.name, devices
+    config.teacher_model.hint = "It is {solution}."
+    config.train.total_dialog_turns, config.collector.max_policy_age = 16, 1
+    run_async(config, tmp_path / "run")
+    (groups,) = rounds
+    tokenizer = AutoTokenizer.from_pretrained(config.model.name)
+    model = AutoModelForCausalLM.from_pretrained(config.model.name).double()
+    for group in groups:
+        (numbers,) = re.findall(r"(\d) plus (\d)", tokenizer.decode(group["tokens", "prompt"]))
+        a, b = map(int, numbers)
+        content = f"{a} plus {b}\n\nIt is {a + b}."
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
+        )
+        for g in range(4):
+            response = group["tokens", "response"][g][group["masks", "response"][g]].tolist()
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(response)), response]
+            log_probs = group["log_probs", "reference"][g, : len(response)]
+            assert log_probs.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_hint_without_a_solution_is_refused(train: Runner, config: Config, tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"question": f"Say {n}."}) + "\n" for n in range(40)))
+    config.env.data_path, config.reward.weights = str(data), {"bare_number": 1.0}
+    with pytest.raises(DataError, match=r"teacher_model.hint: jsonl/.* has no solution; name the column"):
+        train("run", teacher_model__hint="It is {solution}.")
+
+
+def test_a_hint_that_takes_the_room_of_the_response_is_refused(train: Runner, config: Config) -> None:
+    with pytest.raises(DataError, match=r"teacher_model.hint: with it the prompt of .* raise inference_mo"):
+        train("run", teacher_model__hint="long " * 200 + "{solution}")
 
 
 def test_a_teacher_with_other_tokens_is_refused(train: Runner, config: Config, smollm2_dir: Path) -> None:

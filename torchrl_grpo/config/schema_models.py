@@ -178,6 +178,13 @@ class TeacherModelConfig:
         "not run.",
         only_with="policy.distill_coef",
     )
+    hint: str | None = key(
+        None,
+        "Text at the end of the teacher's prompt that the policy does not see, e.g. 'A right solution is: "
+        "{solution}'. {solution} is replaced by the solution of the problem. With the policy's own model as "
+        "the teacher, this is self-distillation. null gives the teacher the policy's prompt.",
+        only_with="policy.distill_coef",
+    )
     num_devices: int | str = key(
         "auto",
         "Devices of the teacher, which takes the place of the reference model: see ref_model.num_devices.",

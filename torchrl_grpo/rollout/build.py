@@ -18,6 +18,7 @@ from torchrl_grpo.distributed.ranks import cores_to_divide
 from torchrl_grpo.envs.chat import end_of_message
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.envs.group_text import GroupTextEnv
+from torchrl_grpo.envs.hints import teacher_prompt
 from torchrl_grpo.inference.build import EngineOptions, build_engine
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.models.precision import resolve_dtype
@@ -239,7 +240,7 @@ def with_workers(
     if cfg.train.method == "sft":
         end_token_id = end_of_message(tokenizer, source.eos_token_ids)
         make_scored = SolutionSource(env, tokenizer, end_token_id, cfg.inference_model.max_new_tokens).group
-    groups = GroupSource(env, tokenizer, cfg.seed)
+    groups = GroupSource(env, tokenizer, cfg.seed, teacher_prompt(cfg, tokenizer))
     tracker = StalenessTracker(
         cfg.env.num_envs,
         cfg.collector.max_policy_age if source.plan.asynchronous else None,

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.models.lora import merged_weights
@@ -34,10 +35,18 @@ class GroupSource:
         tokenizer: tokenizer that turns responses into text.
         seed: seed of the run. A group's seed depends only on it, on the group's number, and on the number of
             groups in a round.
+        teacher_prompt: function that makes the prompt of a teacher; None if it is the policy's.
     """
 
-    def __init__(self, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(
+        self,
+        env: GroupTextEnv,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        teacher_prompt: Callable[[Example], list[int]] | None = None,
+    ) -> None:
         self.env = env
+        self.teacher_prompt = teacher_prompt
         self.tokenizer = tokenizer
         self.seed = seed
 
@@ -50,6 +59,7 @@ class GroupSource:
             group_seed(self.seed, group_id, self.env.batch_size[0]),
             [Response() for _ in range(self.env.batch_size[1])],
             self.env.problem_of(prompt),
+            None if self.teacher_prompt is None else self.teacher_prompt(prompt.example),
         )
 
     def score_rewards(self, groups: Sequence[Group]) -> list[ScoredGroup]:

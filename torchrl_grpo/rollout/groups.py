@@ -62,6 +62,7 @@ class Group:
         responses: G responses.
         problem: the problem, if the responses are episodes of several turns, which an environment starts with
             it; otherwise None.
+        teacher_prompt: token ids that a teacher reads in place of ``prompt``; None for the same.
     """
 
     group_id: int
@@ -69,6 +70,7 @@ class Group:
     seed: int
     responses: list[Response]
     problem: Example | None = None
+    teacher_prompt: list[int] | None = None
 
     @property
     def is_finished(self) -> bool:

@@ -20,6 +20,8 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 # What a teacher writes beside the log-probability of each sampled token.
 CANDIDATES = ("tokens", "candidates")
 CANDIDATE_LOG_PROBS = ("log_probs", "candidates")
+# What a teacher reads in place of the policy's prompt. It is gone once the teacher has scored the round.
+TEACHER_PROMPT, TEACHER_PROMPT_MASK = ("tokens", "teacher_prompt"), ("masks", "teacher_prompt")
 
 
 def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
@@ -107,7 +109,13 @@ class LogProbScorer(LogProbWriter):
         self.vocabulary = vocabulary
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        log_probs, *top = self._compute(tensordict)
+        groups = tensordict
+        if TEACHER_PROMPT in tensordict.keys(include_nested=True):
+            groups = tensordict.clone(recurse=False)
+            groups["tokens", "prompt"] = tensordict.pop(TEACHER_PROMPT)
+            groups["masks", "prompt"] = tensordict.pop(TEACHER_PROMPT_MASK)
+            groups = groups.exclude(TEACHER_PROMPT, TEACHER_PROMPT_MASK)
+        log_probs, *top = self._compute(groups)
         for key, values in zip((CANDIDATES, CANDIDATE_LOG_PROBS), top, strict=False):
             tensordict.set(key, values)
         return tensordict.set(("log_probs", self.name), log_probs)

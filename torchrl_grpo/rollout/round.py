@@ -18,9 +18,14 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.models.scoring.padding import pad_right
+from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
-from torchrl_grpo.rollout.log_prob_transform import CANDIDATE_LOG_PROBS, CANDIDATES
+from torchrl_grpo.rollout.log_prob_transform import (
+    CANDIDATE_LOG_PROBS,
+    CANDIDATES,
+    TEACHER_PROMPT,
+    TEACHER_PROMPT_MASK,
+)
 
 _ROLLOUT_FIELDS = (
     "prompt",
@@ -132,8 +137,13 @@ def build_round(
         pad_token_id,
     )
     rows = [row for scored in groups for row in scored.reference or ()]
+    prompts_of_teacher = [scored.group.teacher_prompt for scored in groups]
     if rows:
         _set_reference(batch, rows)
+    elif None not in prompts_of_teacher:
+        batch[TEACHER_PROMPT], batch[TEACHER_PROMPT_MASK] = pad_left(
+            [prompt for prompt in prompts_of_teacher if prompt is not None], pad_token_id
+        )
     return Round(
         groups=batch,
         prompts=list(prompts),

@@ -15,6 +15,7 @@ from torchrl_grpo.envs import lengths
 from torchrl_grpo.envs.chat import check_contents, render_text
 from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.build import with_prompts
+from torchrl_grpo.envs.hints import teacher_prompt
 from torchrl_grpo.envs.responses import note_on_reading
 from torchrl_grpo.rewards.graders import LOSS, CountingGrader
 from torchrl_grpo.rewards.registry import joined_rewards, unasked_tags
@@ -53,6 +54,9 @@ def prepare(
         known = problems.train if isinstance(problems.train, list) else [problems.train[0]]
         notify(check_solutions(tokenizer, known))
         check_solutions(tokenizer, problems.held_out if by_loss else [])
+    if (hinted := teacher_prompt(cfg, tokenizer)) is not None:
+        for example in problems.train if isinstance(problems.train, list) else [problems.train[0]]:
+            hinted(example)
     notify(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
     notify(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     notify(joined_rewards(cfg))

@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.config.checks.unread import as_set, check_unset
-from torchrl_grpo.config.derived import initial_kl_coef, needs_reference, optim_batch_size
+from torchrl_grpo.config.derived import has_episodes, initial_kl_coef, needs_reference, optim_batch_size
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import SURROGATE_OPTIONS
 
@@ -163,6 +163,12 @@ def _check_teacher(cfg: Config) -> None:
         wrong = f"with {coef} each token has an advantage, and needs a ratio, of its own"
         fix = "policy.ratio=token, or policy.distill_top_k=32"
         raise bad_value("policy.ratio", policy.ratio, wrong, fix)
+    if (hint := cfg.teacher_model.hint) is not None and "{solution}" not in hint:
+        wrong = "it has no {solution}, which the solution of each problem replaces"
+        raise bad_value("teacher_model.hint", hint, wrong, "teacher_model.hint='A solution is: {solution}'")
+    if hint is not None and has_episodes(cfg):
+        wrong = "in episodes the environment or the tools write the prompt"
+        raise bad_value("teacher_model.hint", hint, wrong, "teacher_model.hint=null")
     if policy.advantage_estimator == "none" and policy.overlong == "penalise":
         wrong = "with policy.advantage_estimator=none nothing is learned from rewards"
         raise bad_value("policy.overlong", "penalise", wrong, "policy.overlong=keep or policy.overlong=mask")

@@ -151,7 +151,8 @@ class ReferenceActors:
                 future.set_result(result)
 
         responses = [response.token_ids for response in group.responses]
-        call_when_done(self._actors[number].log_probs.remote(group.prompt, responses), receive)
+        prompt = group.teacher_prompt or group.prompt
+        call_when_done(self._actors[number].log_probs.remote(prompt, responses), receive)
         return future
 
     def deadline(self) -> float:
