@@ -14,9 +14,9 @@ key                            shape           dtype    meaning
                                                         tokens that were not sampled
 ("log_probs", "reference")     [P, G, T]       float32  of the reference model, if a KL needs it, or of the
                                                         teacher
-("tokens", "candidates")       [P, G, K, T]    int64    most probable tokens of the teacher, with
-                                                        policy.distill_top_k=K
-("log_probs", "candidates")    [P, G, K, T]    float32  of the teacher for them
+("tokens", "candidates")       [P, G, C, T]    int64    the C = policy.distill_top_k most probable tokens of
+                                                        the teacher, if that is not 0
+("log_probs", "candidates")    [P, G, C, T]    float32  of the teacher for them
 ("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer and
                                                         several steps per round
 ("next", "reward")             [P, G, 1]       float64  weighted sum of the rewards
