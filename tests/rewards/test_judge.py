@@ -212,6 +212,8 @@ def test_groups_are_judged_at_the_same_time_up_to_the_limit() -> None:
     with FakeJudge(answer) as judge:
         scores = score(judge, ["x" * size for size in range(1, 9)], groups=4, concurrency=4)
     assert not any(each.errors for each in scores) and judge.most_at_once == 4
+    with closing(build_reward_set(config(concurrency=4))) as rewards:
+        assert rewards.parallel_calls == 4, "of an asynchronous run too"
 
 
 def test_an_endpoint_that_never_answers_costs_all_attempts_once() -> None:
@@ -237,8 +239,13 @@ def test_a_judge_that_comes_back_is_asked_as_often_as_before() -> None:
 
 def test_closing_ends_a_wait() -> None:
     rewards: list[RewardSet] = []
-    with FakeJudge(lambda request, number: (asked.set(), Reply(hangs=True))[1]) as judge:
-        asked = threading.Event()
+    asked = threading.Event()
+
+    def answer(request: dict[str, Any], number: int) -> Reply:
+        asked.set()
+        return Reply(hangs=True)
+
+    with FakeJudge(answer) as judge:
         rewards.append(build_reward_set(config(judge.url)))  # type: ignore[arg-type]
         done: list[list[ResponseScore]] = []
         thread = threading.Thread(target=lambda: done.append(rewards[0].score(["x"], EXAMPLES[:1])))
@@ -394,7 +401,7 @@ def test_a_judge_grades_held_out_responses_and_what_it_failed_on_counts_in_no_me
         cfg = config(judge.url)
         with (
             closing(build_reward_set(cfg, None, 2)) as rewards,
-            closing(build_grader(cfg, rewards)) as grader,  # type: ignore[arg-type]
+            closing(build_grader(cfg, rewards)) as grader,
         ):
             assert grader.name == "quality" and grader.primary == "primary"
             grades = grader.grade(["1234567890", "bad"], EXAMPLES)
@@ -413,7 +420,7 @@ def test_a_judge_that_ranks_does_not_grade() -> None:
         cfg.reward.args["other"]["url"] = judge.url
         with (
             closing(build_reward_set(cfg, None, 2)) as rewards,
-            closing(build_grader(cfg, rewards)) as grader,  # type: ignore[arg-type]
+            closing(build_grader(cfg, rewards)) as grader,
         ):
             (grade,) = grader.grade(["1234567890"], EXAMPLES[:1])
     assert (

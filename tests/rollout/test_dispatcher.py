@@ -61,7 +61,7 @@ def tokens_of(groups: Iterable[Group]) -> int:
     return sum(len(response.token_ids) for group in groups for response in group.responses)
 
 
-def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
+def make_dispatcher(pool: Pool, timeout_s: float = 60.0, **options: Any) -> Dispatcher:
     scheduler = Scheduler(
         StalenessTracker(1, 0, 5),
         1,
@@ -69,7 +69,23 @@ def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
         wait_for_running=False,
         return_interrupted=False,
     )
-    return Dispatcher(scheduler, pool, score_rewards=score, timeout_s=timeout_s, max_restarts=0)
+    arguments: dict[str, Any] = {"score_rewards": score, **options}
+    return Dispatcher(scheduler, pool, timeout_s=timeout_s, max_restarts=0, **arguments)
+
+
+def test_rewards_that_wait_are_computed_for_several_groups_at_a_time() -> None:
+    """Neither of the two groups is scored before both are under way."""
+    under_way = threading.Barrier(3)
+
+    def wait(groups: Sequence[Group]) -> list[ScoredGroup]:
+        under_way.wait(60)
+        return [ScoredGroup(group, ["", ""], []) for group in groups]
+
+    made = make_dispatcher(Pool(starts=True), score_rewards=wait, reward_threads=2)
+    for number in range(2):
+        made._compute_rewards([Group(number, [1], number, [Response(), Response()])])
+    under_way.wait(60)
+    made.close()
 
 
 def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:

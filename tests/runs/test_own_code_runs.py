@@ -297,7 +297,8 @@ def test_the_judge_of_the_documentation_trains(
     with FakeJudge(score_length) as judge:
         address = "http://127.0.0.1:8000/v1"
         assert address in configuration
-        (tmp_path / "judged.yaml").write_text(configuration.replace(address, judge.url))
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine/judged.yaml").write_text(configuration.replace(address, judge.url))
         said = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
     assert "held out: 8 problems, graded by quality\n" in said and "held-out reward    " in said
     rows = [*lines(tmp_path / "run/rollouts.jsonl"), *lines(tmp_path / "run/evaluations.jsonl")]

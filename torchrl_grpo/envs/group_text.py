@@ -87,7 +87,7 @@ class GroupTextEnv(EnvBase):
     Args:
         stream: source of the examples.
         tokenizer: a Hugging Face tokenizer with a pad or an end token.
-        reward_set: rewards that score the responses; only ``names`` and ``score`` are used.
+        reward_set: rewards that score the responses; only ``names`` and ``score`` are used here.
         num_envs: P, number of problems per batch.
         repeats: G, number of responses per problem.
         max_prompt_tokens: length in tokens of the longest prompt that leaves room for a response.

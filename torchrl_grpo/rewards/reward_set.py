@@ -70,6 +70,14 @@ class RewardSet:
         """Weights of the rewards, in the same order as :attr:`names`."""
         return tuple(weight for _, weight in self._rewards)
 
+    @property
+    def parallel_calls(self) -> int:
+        """Number of groups that should be scored at a time: 1, unless a reward waits for somebody else."""
+        return max(
+            [reward.parallel_calls for reward, _ in self._rewards if isinstance(reward, WaitingReward)],
+            default=1,
+        )
+
     def get(self, name: str) -> Reward | None:
         """Return the reward of that name, or None. This set still owns and closes it."""
         return next((reward for reward, _ in self._rewards if reward.name == name), None)
@@ -195,6 +203,11 @@ class MixtureRewardSet:
     def weights(self) -> tuple[float, ...]:
         """Weights of the rewards, in the order of the names."""
         return tuple(weight for rewards in self.sets.values() for weight in rewards.weights)
+
+    @property
+    def parallel_calls(self) -> int:
+        """See :attr:`RewardSet.parallel_calls`."""
+        return max(rewards.parallel_calls for rewards in self.sets.values())
 
     @property
     def error_count(self) -> int:

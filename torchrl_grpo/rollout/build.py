@@ -265,6 +265,7 @@ def with_workers(
         reference=reference,
         trainer_thread=local.thread if local else None,
         make_scored=make_scored,
+        reward_threads=env.reward_set.parallel_calls,
     )
     worker_group = WorkerGroup(dispatcher, local.worker.engine if local else None)
     return Collector(groups, worker_group, total_dialog_turns=total_turns(cfg))

@@ -63,6 +63,7 @@ class Dispatcher:
             computed for a whole round at a time. None for workers elsewhere.
         make_scored: function that makes a finished group from its number and the version of the weights that
             were published last. If it is given, workers generate no groups.
+        reward_threads: number of groups whose rewards are computed at a time, without ``trainer_thread``.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Dispatcher:
         reference: ReferenceClient | None = None,
         trainer_thread: TrainerThread | None = None,
         make_scored: Callable[[int, int], ScoredGroup] | None = None,
+        reward_threads: int = 1,
     ) -> None:
         count = len(scheduler.workers)
         self.scheduler = scheduler
@@ -100,7 +102,9 @@ class Dispatcher:
         self._trainer_weights: TrainerWeights | None = None
         self._loads_ended: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._rewards: Executor = trainer_thread or ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._rewards: Executor = trainer_thread or ThreadPoolExecutor(
+            reward_threads, thread_name_prefix="rewards"
+        )
         self._incarnations = [0] * count
         # By worker: deadline by the monotonic clock, and the number of seconds allowed.
         self._deadlines: dict[int, tuple[float, float]] = {}
