@@ -431,7 +431,10 @@ def test_a_judge_that_ranks_does_not_grade() -> None:
 FULL_URL = "http://127.0.0.1:8000/v1"
 # What is behind "reward.args.quality." in the message.
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"url": ""}, f"url='': a judge needs it; write reward.args.quality.url={FULL_URL}"),
+    ({"url": ""}, f"url='': a judge needs an address or a device; write reward.args.quality.url={FULL_URL}"),
+    ({"device": "cuda:0"}, "url: with device the run starts the judge's server itself; write"),
+    ({"url": "", "device": "gpu"}, "device=gpu: it must be cpu or cuda: and the number of a GPU; write"),
+    ({"engine_args": {"a": 1}}, "engine_args={a:1}: only a server that the run starts has options; write"),
     ({"url": "ftp://x"}, "url=ftp://x: it is no address of an endpoint; write reward.args.quality.url=http"),
     ({"url": "http://u:p@x/v1"}, "url: an address has no user, query or fragment; write "),
     ({"url": "http://x:99999/v1"}, "url=http://x:99999/v1: it is no address of an endpoint"),

@@ -26,7 +26,7 @@ CACHE_OF_RUN = "run"
 # Arguments that say where and how the model is asked, and not what, so that a resumed run may change them.
 _FREE = (
     *("url", "key_variable", "concurrency", "timeout_s", "retries", "backoff_s", "cache"),
-    *("device", "batch_size"),
+    *("device", "batch_size", "engine_args"),
 )
 # What the project itself writes into a request.
 _OWN_FIELDS = ("messages", "model", "stream", "n")
@@ -55,7 +55,13 @@ class JudgeConfig:
     """Arguments of ``reward.functions={NAME: judge}``."""
 
     url: str = key("", "Address of an OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1.")
-    model: str = key("", "Name of the judge as the endpoint knows it.")
+    model: str = key("", "Name of the judge as the endpoint knows it, or with device on the hub or a folder.")
+    device: str | None = key(
+        None,
+        "cpu, or cuda:N for a GPU, which no role gets then: the run starts a vLLM server with the model "
+        "there, in place of url.",
+    )
+    engine_args: dict[str, Any] = key({}, "Options of that server, e.g. {max_model_len: 8192}.")
     rubric: str = key("", "What a good response is. Either this or criteria is needed.")
     criteria: dict[str, str] = key(
         {},
@@ -140,10 +146,9 @@ def judge_config(cfg: Config, name: str) -> JudgeConfig:
     """
     prefix = f"reward.args.{name}"
     args = _typed(JudgeConfig, cfg.reward.args.get(name, {}), prefix)
-    for field, example in (("url", "http://127.0.0.1:8000/v1"), ("model", "NAME")):
-        if not vars(args)[field].strip():
-            raise bad_value(f"{prefix}.{field}", "''", "a judge needs it", f"{prefix}.{field}={example}")
-    _check_url(args.url, f"{prefix}.url")
+    if not args.model.strip():
+        raise bad_value(f"{prefix}.model", "''", "a judge needs it", f"{prefix}.model=NAME")
+    _check_place(args, prefix)
     _check_question(args, prefix)
     scale = args.scale
     if len(scale) != 2 or scale[0] >= scale[1]:
@@ -178,18 +183,18 @@ def reward_model_config(cfg: Config, name: str) -> tuple[str, RewardModelConfig]
         fix = f"reward.functions={{{name}:hf:ORGANIZATION/MODEL}}, or hf: and a folder"
         raise bad_value(f"reward.functions.{name}", spec, "it names no model", fix)
     args = _typed(RewardModelConfig, cfg.reward.args.get(name, {}), prefix)
-    if args.device != "cpu" and not args.device.removeprefix("cuda:").isdecimal():
-        wrong = "it must be cpu or cuda: and the number of a GPU"
-        raise bad_value(f"{prefix}.device", args.device, wrong, f"{prefix}.device=cuda:0")
+    _check_device(args.device, prefix)
     return source, args
 
 
 def reward_gpu(cfg: Config, name: str) -> int | None:
     """Return the number of the GPU that a reward computes on; None if it needs none."""
-    if not cfg.reward.functions[name].startswith(REWARD_MODEL):
-        return None
-    device = reward_model_config(cfg, name)[1].device
-    return None if device == "cpu" else int(device.removeprefix("cuda:"))
+    spec, device = cfg.reward.functions[name], None
+    if spec == JUDGE:
+        device = judge_config(cfg, name).device
+    elif is_model(spec):
+        device = reward_model_config(cfg, name)[1].device
+    return None if device is None or device == "cpu" else int(device.removeprefix("cuda:"))
 
 
 def check_model_reward(cfg: Config, name: str) -> None:
@@ -202,6 +207,33 @@ def check_model_reward(cfg: Config, name: str) -> None:
         judge_config(cfg, name)
     else:
         reward_model_config(cfg, name)
+
+
+def _check_place(args: JudgeConfig, prefix: str) -> None:
+    """Check that a judge has either an address, or a device for a server of its own."""
+    if args.device is not None:
+        _check_device(args.device, prefix)
+        for field in ("url", "key_variable"):
+            if vars(args)[field]:
+                # An address may have a secret, so it is not shown.
+                raise ConfigError(
+                    f"{prefix}.{field}: with device the run starts the judge's server itself; write "
+                    f"{prefix}.device=null for an endpoint, or leave {field} out"
+                )
+        return
+    if args.engine_args:
+        wrong = "only a server that the run starts has options"
+        raise bad_value(f"{prefix}.engine_args", args.engine_args, wrong, f"{prefix}.device=cuda:0 beside it")
+    if not args.url.strip():
+        fix = f"{prefix}.url=http://127.0.0.1:8000/v1, or {prefix}.device=cuda:0"
+        raise bad_value(f"{prefix}.url", "''", "a judge needs an address or a device", fix)
+    _check_url(args.url, f"{prefix}.url")
+
+
+def _check_device(device: str, prefix: str) -> None:
+    if device != "cpu" and not device.removeprefix("cuda:").isdecimal():
+        wrong = "it must be cpu or cuda: and the number of a GPU"
+        raise bad_value(f"{prefix}.device", device, wrong, f"{prefix}.device=cuda:0")
 
 
 def _check_url(url: str, where: str) -> None:

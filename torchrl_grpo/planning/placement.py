@@ -208,6 +208,7 @@ class _Allocator:
     def _check_rewards(self) -> None:
         """Refuse a GPU of a reward model that does not exist, or that a role needs."""
         left = set(range(self.num_gpus))
+        others: dict[int, str] = {}
         for name, gpu in self.request.reward_gpus:
             roles = [role.key for role in self.named if gpu in (role.devices or ())]
             left.discard(gpu)
@@ -215,9 +216,12 @@ class _Allocator:
                 wrong = f"this machine has {counted(self.num_gpus, 'GPU')}, numbered from 0"
             elif roles:
                 wrong = f"this GPU is also in {roles[0]}.devices"
+            elif gpu in others:
+                wrong = f"the reward {others[gpu]} has this GPU"
             elif not left:
                 wrong = "it leaves no GPU for the trainer"
             else:
+                others[gpu] = name
                 continue
             key = f"reward.args.{name}.device"
             raise bad_value(key, f"cuda:{gpu}", wrong, f"{key}=cpu")

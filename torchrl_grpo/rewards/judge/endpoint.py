@@ -54,11 +54,13 @@ class Endpoint:
     Args:
         args: arguments of the judge.
         key: the endpoint's key; None if it has none.
+        address: ``unix:PATH`` of a server that the run has started; None for the address in the arguments.
     """
 
-    def __init__(self, args: JudgeConfig, key: str | None) -> None:
+    def __init__(self, args: JudgeConfig, key: str | None, address: str | None = None) -> None:
         self._args, self._key = args, key
-        url = args.url.rstrip("/")
+        self._socket = None if address is None else address.removeprefix("unix:")
+        url = "http://judge/v1" if address is not None else args.url.rstrip("/")
         self._url = url if url.endswith(_ROUTE) else url + _ROUTE
         # Whether nobody answered any attempt of a request. Others then make one attempt each, so that a round
         # does not wait for all attempts of all its responses.
@@ -71,7 +73,12 @@ class Endpoint:
         headers = {"Accept-Encoding": "identity"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        connector = aiohttp.TCPConnector(limit=self._args.concurrency, keepalive_timeout=_IDLE_S)
+        limits: dict[str, Any] = {"limit": self._args.concurrency, "keepalive_timeout": _IDLE_S}
+        connector: aiohttp.BaseConnector = (
+            aiohttp.TCPConnector(**limits)
+            if self._socket is None
+            else aiohttp.UnixConnector(self._socket, **limits)
+        )
         session = aiohttp.ClientSession(
             connector=connector,
             headers=headers,

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.judges import CACHE_OF_RUN, JudgeConfig, JudgeMode, judge_config
+from torchrl_grpo.config.judges import CACHE_OF_RUN, JudgeConfig, JudgeMode, judge_config, reward_gpu
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.judge import question
 from torchrl_grpo.rewards.judge.endpoint import Endpoint, JudgeError, result
+from torchrl_grpo.rewards.judge.server import JudgeServer
 from torchrl_grpo.rewards.judge.verdicts import Verdicts
 from torchrl_grpo.rewards.stand_ins import one_of, with_stand_ins
 from torchrl_grpo.rewards.types import NoVerdict, Result, Verdict
@@ -36,13 +37,22 @@ class _Judge(ABC):
         args: arguments of the judge.
         key: the endpoint's key.
         folder: folder of the verdicts; None for none.
+        server: the judge's own server, closed with it; None if the arguments have an address.
     """
 
-    def __init__(self, name: str, args: JudgeConfig, key: str | None, folder: Path | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: JudgeConfig,
+        key: str | None,
+        folder: Path | None,
+        server: JudgeServer | None = None,
+    ) -> None:
         self.name, self.parallel_calls = name, args.concurrency
         self._args = args
         self._verdicts = Verdicts(folder, own=args.cache != CACHE_OF_RUN)
-        self._endpoint = Endpoint(args, key)
+        self._server = server
+        self._endpoint = Endpoint(args, key) if server is None else Endpoint(args, server.key, server.address)
         self._lock = threading.Lock()
         # Requests under way, by key: what several groups ask for is asked for once.
         self._asked: dict[str, Future[Any]] = {}
@@ -65,6 +75,8 @@ class _Judge(ABC):
         """End requests under way, and close the files."""
         self._endpoint.close()
         self._verdicts.close()
+        if self._server is not None:
+            self._server.close()
 
     def _ask(self, messages: list[dict[str, str]], read: Callable[[str], _T]) -> Future[tuple[str, _T]]:
         """Ask, unless the answer is known or under way, and return the future of it and its verdict."""
@@ -154,7 +166,7 @@ class RankingJudge(_Judge):
 
 
 def build(cfg: Config, name: str, run_folder: Path | None) -> ScoringJudge | RankingJudge:
-    """Build the reward. No request is sent.
+    """Build the reward, and start its server if it has one. No request is sent.
 
     Args:
         cfg: configuration; ``reward.args`` is read.
@@ -162,7 +174,7 @@ def build(cfg: Config, name: str, run_folder: Path | None) -> ScoringJudge | Ran
         run_folder: folder of the run; None without one.
 
     Raises:
-        ConfigError: an argument is wrong, or the variable with the key is not set.
+        ConfigError: an argument is wrong, the variable with the key is not set, or the server does not start.
     """
     args, key = judge_config(cfg, name), None
     if args.key_variable is not None and not (key := os.environ.get(args.key_variable, "").strip()):
@@ -174,4 +186,8 @@ def build(cfg: Config, name: str, run_folder: Path | None) -> ScoringJudge | Ran
     if args.cache == CACHE_OF_RUN:
         folder = None if run_folder is None else run_folder / _FOLDER
     kind = RankingJudge if args.mode == JudgeMode.ranking else ScoringJudge
-    return kind(name, args, key, folder)
+    server = None
+    if args.device is not None:
+        where = f"reward.args.{name}.device={args.device}"
+        server = JudgeServer(where, args.model, reward_gpu(cfg, name), args.engine_args)
+    return kind(name, args, key, folder, server)
