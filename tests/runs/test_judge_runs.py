@@ -12,7 +12,9 @@ from fake_judge import FakeJudge, Reply, rank_length, responses, score_length
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.tools.verify_resume import read
+from torchrl_grpo.training.job import evaluate
 
 RUBRIC = {"model": "m", "rubric": "It is long.", "retries": 1, "backoff_s": 0.001, "timeout_s": 2.0}
 
@@ -82,25 +84,37 @@ def test_a_run_goes_on_with_a_judge_that_fails_in_every_way(
 
 
 def test_a_run_goes_on_when_its_judge_is_gone(config: Config, train: Runner, tmp_path: Path) -> None:
-    """The judge answers the first round only. What else there is to learn is learned after it."""
+    """The judge answers the first evaluation and round only. What else there is to learn is learned then."""
     problems: list[str] = []
 
     def answer(request: dict[str, Any], number: int) -> Reply:
         problem = request["messages"][-1]["content"].partition("user: ")[2].partition("\n")[0]
         if problem not in problems:
             problems.append(problem)
-        return score_length(request, number) if problems.index(problem) < 4 else Reply(hangs_up=True)
+        return score_length(request, number) if len(problems) <= 6 + 4 else Reply(hangs_up=True)
 
     with FakeJudge(answer) as judge:
-        with_judge(config, url=judge.url)
-        metrics = train("run", eval__num_problems=0, train__total_dialog_turns=32)
+        with_judge(config, url=judge.url, cache=None)
+        metrics = train("run", train__total_dialog_turns=32)
     later = rows_of(tmp_path / "run")[16:]
-    assert [line["reward/errors"] for line in metrics] == [0, 16]
-    assert "reward/quality" in metrics[0] and "reward/quality" not in metrics[1]
-    assert metrics[1]["reward/error_share"] == 1.0
+    assert [line.get("reward/errors") for line in metrics] == [None, 0, 16]
+    assert "reward/quality" in metrics[1] and "reward/quality" not in metrics[2]
+    assert metrics[2]["reward/error_share"] == 1.0
+    assert "eval/primary" in metrics[0] and metrics[2]["eval/errors"] == 6
+    assert not {"eval/primary", "eval/accuracy"} & metrics[2].keys(), "nothing was graded"
+    assert (tmp_path / "run/summary.json").is_file()
     assert all("cannot be reached" in row["errors"]["quality"] for row in later)
     assert all(row["reward"] == pytest.approx(0.3 * row["rewards"]["bare_number"]) for row in later)
     assert any(row["advantage"] for row in later)
+
+
+def test_an_evaluation_without_any_grade_is_an_error(config: Config) -> None:
+    with FakeJudge(lambda request, number: Reply(status=404, body=b"no such model")) as judge:
+        with_judge(config, url=judge.url)
+        with pytest.raises(
+            TrainingStopped, match=r"no held-out response has a grade.* answered 404: no such model"
+        ):
+            evaluate(config, None)
 
 
 @pytest.mark.parametrize("mode", ["absolute", "ranking"])

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, WorkersLost
 from torchrl_grpo.models import hub_upload
+from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.planning import preflight, resolve
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
@@ -104,11 +106,22 @@ def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, 
         try:
             session = build_session(job, plan=plan, ranks=ranks)
             try:
-                return session.evaluate_only(), session.responses
+                metrics = session.evaluate_only()
+                if held_out(metrics) is None:
+                    raise _no_grades(session.responses)
+                return metrics, session.responses
             finally:
                 session.close()
         finally:
             ranks.release()
+
+
+def _no_grades(rows: Sequence[Mapping[str, Any]]) -> TrainingStopped:
+    error = next((text for row in rows for text in row.get("errors", {}).values()), "its reward gave none")
+    return TrainingStopped(
+        f"no held-out response has a grade: {error}; correct reward.args of the judge, or name another "
+        "reward as eval.reward"
+    )
 
 
 def follow() -> None:
