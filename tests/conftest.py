@@ -151,25 +151,11 @@ def _scratch_for_loggers() -> object:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _configurations_are_parsed_once() -> Iterator[None]:
-    """Parse each file of ``config/`` and of Hydra once: tests compose thousands of configurations."""
-    import hydra
-    from omegaconf import OmegaConf
-
-    honest, parsed = OmegaConf.load, dict[str, Any]()
-    # No test writes there.
-    folders = (str(Path(__file__).resolve().parent.parent / "config"), str(Path(hydra.__file__).parent))
-
-    def load(file: Any) -> Any:
-        name = getattr(file, "name", file)
-        if not (isinstance(name, str) and name.startswith(folders)):
-            return honest(file)
-        if name not in parsed:
-            parsed[name] = OmegaConf.to_container(honest(file))
-        return OmegaConf.create(parsed[name])
+def _configurations_are_composed_once() -> Iterator[None]:
+    from composed_once import compose_once  # which imports Hydra
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OmegaConf, "load", load)
+        compose_once(patch)
         yield
 
 
