@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from forked import run_script
+from forked import run_launcher, run_script
 from local_pool import LocalPool, collect_locally
 from safetensors.torch import load_file
 from script_objects import ROWS, Asking, Endless, Item, shorter
@@ -422,11 +422,9 @@ def test_a_mistake_of_one_rank_ends_all_of_them(
     script = tmp_path / "script.py"
     script.write_text(MISTAKEN)
     # Rank 0 waits for the other in a call of the system, where no signal reaches Python.
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--shutdown-timeout", "2"]
-    what = [str(script), mistaken, str(tiny_model_dir), str(tmp_path / "run"), json.dumps(SMALL)]
-    words = [sys.executable, *launcher, *what]
-    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    words = ["--nproc-per-node", "2", "--shutdown-timeout", "2"]
+    words += [str(script), mistaken, str(tiny_model_dir), str(tmp_path / "run"), json.dumps(SMALL)]
+    done = run_launcher("torch.distributed.run", *words, cwd=tmp_path)
     assert done.returncode != 0
     assert [line[: len(says)] for line in done.stderr.splitlines() if line.startswith("error: ")] == [says]
 
@@ -492,10 +490,16 @@ def test_a_script_that_a_launcher_starts_twice_trains_as_one_process(
         "torch.distributed.run": ["--nproc-per-node", "2"],
         "accelerate.commands.launch": ["--config_file", str(repo_root / "config/accelerate/multi_gpu.yaml")],
     }[launcher]
-    what = [str(script), str(folder), json.dumps(OF_SCRIPT), str(tiny_model_dir)]
-    words = [sys.executable, "-m", launcher, *how, *what]
-    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    words = [*how, str(script), str(folder), json.dumps(OF_SCRIPT), str(tiny_model_dir)]
+    if launcher == "torch.distributed.run":
+        # As a user starts it.
+        words = [sys.executable, "-m", launcher, *words]
+        environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+    else:
+        done = run_launcher(launcher, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     one, two = ([unmeasured(line) for line in read(place / "metrics.jsonl")] for place in (alone, folder))
     assert len(one) == 3

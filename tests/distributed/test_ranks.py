@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from forked import run_script
+from forked import FORKING_LAUNCH, ForkedPopen, forks, run_launcher, run_script
 from rank_program import CASES, CASES_OF_TWO, COMPILED, MIXED, RELOADED, muon_steps
 from rank_runs import (
     Runs,
@@ -185,23 +185,33 @@ def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-def said_by_ranks_that_get(number: signal.Signals, code: int, runs: Runs, folder: Path) -> str:
+def said_by_ranks_that_get(
+    number: signal.Signals, code: int, runs: Runs, folder: Path, is_forked: bool = True
+) -> str:
     """Start an endless run in two ranks; after 10 steps, a signal must end it with this exit code."""
     more = ("train_model.num_devices=2", "train.total_dialog_turns=160000")
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
-    process = subprocess.Popen(
-        [sys.executable, str(grpo_script(runs.root)), *words(runs.sums, runs.model, folder, *more)],
-        env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    argv = [str(grpo_script(runs.root)), *words(runs.sums, runs.model, folder, *more)]
+    process: subprocess.Popen[bytes] | ForkedPopen
+    with (folder.parent / "output").open("wb") as output:
+        if is_forked:
+            process = ForkedPopen([sys.executable, str(FORKING_LAUNCH), *argv], stdout=output)
+        else:
+            left_out = ("RANK", "WORLD_SIZE", "LD_PRELOAD")
+            environment = {k: v for k, v in os.environ.items() if k not in left_out}
+            process = subprocess.Popen(
+                [sys.executable, *argv], env=environment, stderr=subprocess.STDOUT, stdout=output
+            )
     deadline = time.monotonic() + 120
     while not (folder / "checkpoints/10").exists() and time.monotonic() < deadline:
         # Nothing tells another process that a checkpoint is there.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = forks() if is_forked else psutil.Process(process.pid).children(recursive=True)
+    family = [member for member in family if member.pid != process.pid]
     assert len(family) >= 2
     process.send_signal(number)
-    said, _ = process.communicate(timeout=120)
+    process.wait(timeout=120)
+    said = (folder.parent / "output").read_text()
     assert process.returncode == code, said
     assert "continues from its last checkpoint" in said and "Traceback" not in said
     assert not psutil.wait_procs(family, timeout=30)[1]
@@ -212,7 +222,8 @@ def said_by_ranks_that_get(number: signal.Signals, code: int, runs: Runs, folder
 def test_an_interrupt_ends_all_ranks_in_good_order(
     number: signal.Signals, code: int, runs: Runs, tmp_path: Path
 ) -> None:
-    said_by_ranks_that_get(number, code, runs, tmp_path / "run")
+    # One of them as a user starts it.
+    said_by_ranks_that_get(number, code, runs, tmp_path / "run", is_forked=number != signal.SIGINT)
 
 
 def test_ranks_that_grpo_py_has_started_follow_the_run_on_one_until_they_are_stopped(
@@ -489,8 +500,12 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
         done = run_script([grpo_script(repo_root), *said], ranks=2, cwd=repo_root)
         # Rank 1 has ended by itself, or waited for the launcher to end it.
         assert done.codes in ([2, 0], [2, 2], [2, -9])
+    elif config is None:
+        done = command(repo_root, started_by(repo_root, None), said)
     else:
-        done = command(repo_root, started_by(repo_root, config), said)
+        file = repo_root / f"config/accelerate/{config}.yaml"
+        words_of_launcher = ("--config_file", file, grpo_script(repo_root), *said)
+        done = run_launcher("accelerate.commands.launch", *words_of_launcher, cwd=repo_root)
     # accelerate's launcher has one code for every failure.
     assert done.returncode == (1 if config in ("multi_gpu", "fsdp2") else 2)
     assert done.stderr.count(message) == 1, done.stderr

@@ -21,13 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from unittest import mock
+
+import psutil
 
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.runtime import rank_env
@@ -119,21 +122,44 @@ def run_script(
     return done
 
 
+FORKING_LAUNCH = Path(__file__).with_name("forking_launch.py")
+
+
+def run_launcher(module: str, *words: object, cwd: Path) -> Finished:
+    """Run ``python -m`` with the module of a launcher, whose ranks are forks."""
+    return run_script([FORKING_LAUNCH, module, *words], cwd=cwd)
+
+
+def forks() -> list[psutil.Process]:
+    """All processes of this module that run, with ranks of launchers."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    return psutil.Process(server._forkserver_pid).children(recursive=True)
+
+
 class ForkedPopen:
     """A script that runs, with the part of ``subprocess.Popen`` that tests and ``torchrl_grpo.tools`` use.
 
     Args:
         command: path of the Python interpreter, path of the script, and its arguments.
         cwd: folder to run in; this process's by default.
-        stdout: file that gets what the script writes.
+        stdout: file that gets what the script writes; by default it writes to the files of this process,
+            and is the first process of a session.
         stderr: ``subprocess.STDOUT``.
+        variables: set beside this process's.
     """
 
     def __init__(
-        self, command: Sequence[str], *, cwd: Path | None = None, stdout: IO[bytes], stderr: int
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: int = subprocess.STDOUT,
+        variables: Mapping[str, str] = types.MappingProxyType({}),
     ) -> None:
         assert command[0] == sys.executable and stderr == subprocess.STDOUT
-        self._process = _start(command[1:], cwd, {}, [Path(stdout.name)] * 2)
+        written = [Path(stdout.name)] * 2 if stdout else [Path(f"/proc/self/fd/{n}").readlink() for n in "12"]
+        self._process = _start(command[1:], cwd, variables, written, is_session=stdout is None)
 
     @property
     def pid(self) -> int:
@@ -167,6 +193,7 @@ def _start(
     cwd: Path | None,
     variables: Mapping[str, str],
     written: Sequence[Path],
+    is_session: bool = False,
 ) -> BaseProcess:
     """Start a script.
 
@@ -175,13 +202,15 @@ def _start(
         cwd: folder to run in; this process's by default.
         variables: set beside this process's.
         written: paths of stdout and stderr.
+        is_session: whether the process begins a session of its own.
     """
     # It finds modules in its folder, too, where a test may have put files of a user.
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True), contextlib.chdir(_ROOT):
         forkserver.ensure_running()
     # A rank is what a launcher says, and not what the test is. vLLM preloads libraries for later processes.
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
-    arguments = list(words), str(cwd or Path.cwd()), own | dict(variables), list(map(str, written))
+    own |= variables
+    arguments = list(words), str(cwd or Path.cwd()), own, list(map(str, written)), is_session
     process = _CONTEXT.Process(target=_run, args=arguments)
     process.start()
     return process
@@ -208,10 +237,14 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
                 failed, deadline = True, time.monotonic() + _GRACE_S
 
 
-def _run(argv: list[str], cwd: str, environment: dict[str, str], written: list[str]) -> None:
+def _run(
+    argv: list[str], cwd: str, environment: dict[str, str], written: list[str], is_session: bool
+) -> None:
     import numpy as np
     import torch
 
+    if is_session:
+        os.setsid()
     for number, path in enumerate(written, start=1):
         # Not sys.stdout alone: children and libraries in C write to the numbers.
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
