@@ -17,7 +17,7 @@ from torchrl_grpo.planning.cores import allowed_cores
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-TRIALS = [str(number) for number in range(6)]
+TRIALS = [str(number) for number in range(4)]
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def words(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
     return [
         "--multirun",
         "optimizer.lr=1e-2,1e-3",
-        "sweep.seeds=3",
+        # The fewest that have an interval.
+        "sweep.seeds=2",
         "sweep.devices=1",
         "env.dataset=jsonl",
         "env.data_path=sums.jsonl",
@@ -95,7 +96,7 @@ def test_a_sweep_that_is_killed_in_the_middle_goes_on_and_ends_with_the_table(
         assert not alive
     ended = {trial: (trial / "summary.json").stat().st_mtime_ns for trial in trials if has_ended(trial)}
     interrupted = [trial for trial in trials if complete_checkpoints(trial) and trial not in ended]
-    assert ended and len(ended) < 6
+    assert ended and len(ended) < len(trials)
     with started(repo_root, tmp_path, *words, "sweep.resume=sweep") as process:
         assert process.wait() == 0, output.read_text()
     assert all((trial / "summary.json").stat().st_mtime_ns == written for trial, written in ended.items())
@@ -103,7 +104,7 @@ def test_a_sweep_that_is_killed_in_the_middle_goes_on_and_ends_with_the_table(
         assert (trial / ".hydra/resume-1").is_dir(), "it went on from its checkpoint"
     entries = json.loads((sweep / "sweep.json").read_text())
     assert [entry["name"] for entry in entries["settings"]] == ["optimizer.lr=0.01", "optimizer.lr=0.001"]
-    assert all(entry["seeds"] == [0, 1, 2] and entry["interval"] for entry in entries["settings"])
+    assert all(entry["seeds"] == [0, 1] and entry["interval"] for entry in entries["settings"])
     assert entries["settings"][1]["difference"]["problems"] == 6
     assert "Best: optimizer.lr=" in output.read_text()
 
