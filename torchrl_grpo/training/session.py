@@ -46,8 +46,8 @@ from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.state import SessionState
 from torchrl_grpo.training.throughput import ThroughputMeter
 
-# Metrics that compare the model with the policy that sampled.
 _TOO_OLD = "older than collector.max_policy_age allows"
+# Metrics that compare the model with the policy that sampled.
 _OF_SAMPLING = frozenset(
     {"kl/sampling_policy", "policy/clip_fraction", "policy/ratio", "policy/ess", "policy/logprob_diff"}
     | {"mismatch/ratio_outside", *(f"mismatch/kl_quarter_{number}" for number in QUARTERS)}
