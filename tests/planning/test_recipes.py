@@ -12,7 +12,8 @@ from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks.schedule import check_async, check_method, check_sync
 from torchrl_grpo.config.values import TrainMethod
-from torchrl_grpo.planning import preflight, resolve
+from torchrl_grpo.planning import automatic, preflight, resolve
+from torchrl_grpo.planning.advice import apply
 from torchrl_grpo.planning.resolve import with_model
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
@@ -75,7 +76,9 @@ def test_a_recipe_fits_its_machine_and_uses_all_of_it(
     (check_async if asynchronous else check_sync)(cfg)
     machine = MACHINES[recipe]
     # It ends with an error if the memory does not suffice.
-    preflight.report(preflight.resolve_proximal(on_disk(cfg, tmp_path), asynchronous), asynchronous, machine)
+    cfg = preflight.resolve_proximal(on_disk(cfg, tmp_path), asynchronous)
+    cfg = apply(cfg, automatic.choose([cfg], asynchronous, machine).changes)
+    preflight.report(cfg, asynchronous, machine)
     lines = re.findall(r"memory: (\S+) at most ([0-9.]+) of ([0-9.]+) GiB", capsys.readouterr().out)
     assert len(lines) == max(1, len(machine.gpus)), "a device has nothing to do"
     assert all(float(needed) <= float(there) for _, needed, there in lines)

@@ -153,7 +153,7 @@ class GRPOTrainer:
         # Ranks may have to hold shards. A script is one process without a launcher, so nothing is chosen.
         changes: Changes = ()
         if rank_env.launched():
-            changes = automatic.choose([cfg], self._asynchronous, hardware.present())
+            changes = automatic.choose([cfg], self._asynchronous, hardware.present()).changes
         if changes:
             job = tree.compose([*overrides, *automatic.overrides(changes)])
             cfg = resolve_job(job.node, check)

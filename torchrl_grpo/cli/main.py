@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from torchrl_grpo.cli.compose import Job
+    from torchrl_grpo.planning.planned import Planned
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ class _CommandLine:
         self.reported: list[UserError] = []
         # The only job of the command line and its overrides, once composed.
         self._composed: tuple[list[str], Job] | None = None
+        # The next best division of the GPUs, which a dry run compares with the chosen one.
+        self._other_plan: Planned | None = None
         # Folder that the command reads or writes, for errors of the system; None before it is known.
         self.run_folder: Path | None = None
 
@@ -266,10 +269,11 @@ class _CommandLine:
         from torchrl_grpo.planning import automatic
 
         configs = [resolve_job(job.node, self.command.check) for job in self._jobs()]
-        changes = automatic.choose(configs, self.command.asynchronous, hardware.present())
-        self.args.overrides += automatic.overrides(changes)
-        self.words += automatic.overrides(changes)
-        sys.stdout.write(automatic.written(changes))
+        choice = automatic.choose(configs, self.command.asynchronous, hardware.present())
+        self._other_plan = choice.other
+        self.args.overrides += automatic.overrides(choice.changes)
+        self.words += automatic.overrides(choice.changes)
+        sys.stdout.write(automatic.written(choice.changes))
 
     def _train(self) -> None:
         rank_env.check()
@@ -369,7 +373,7 @@ class _CommandLine:
             ended = summary_of_ended_run(cfg.train, folder, int(last_checkpoint.name)) is not None
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {last_checkpoint.name}{nothing}\n")
-        preflight.report(cfg, self.command.asynchronous)
+        preflight.report(cfg, self.command.asynchronous, other=self._other_plan)
         loaded = rehearsal.load_problems(cfg)
         problems = None if loaded is None else len(loaded.train)
         if loaded is not None:

@@ -1,10 +1,10 @@
 """Choose how many GPUs train and generate, and whether ranks hold shards. Imports no torch.
 
 A run gets as many of a machine's GPUs as it has work for. Either every GPU trains and generates in turn, or
-some train and the others generate. The estimate of a step counts groups: each rank trains
-``ceil(groups / ranks)`` of them and each engine generates ``ceil(groups / engines)``, one after the other
-with ``grpo.py`` and at the same time with ``grpo-async.py``. Of the divisions that fit into memory, the one
-with the shortest step is chosen.
+some train and the others generate. There are no more ranks and no more engines than groups. Of the divisions
+that fit into memory, whole or in shards, each with its own best sizes (:mod:`~torchrl_grpo.planning.sizes`),
+the one with the shortest predicted round is chosen. If seconds cannot be predicted, groups are counted: each
+rank trains ``ceil(groups / ranks)`` of them and each engine generates ``ceil(groups / engines)``.
 
 With numbers that are given, by the configuration or by a launcher, ranks hold the whole model if it fits, and
 shards if only shards do.
@@ -22,8 +22,9 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import frozen_model, needs_frozen_model, num_devices, optim_batch_size
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.values import Parallelism
-from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning import preflight, sizes
 from torchrl_grpo.planning.advice import Changes, apply
+from torchrl_grpo.planning.cost import cost_of
 from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.planning.request import reward_gpus
 from torchrl_grpo.runtime import rank_env
@@ -47,11 +48,21 @@ class Division:
     shared: bool
 
 
-def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) -> Changes:
-    """Return overrides that use as many GPUs as there is work for, and shards if nothing else fits.
+@dataclass(frozen=True)
+class Choice:
+    """The overrides of the chosen division, and the next best plan.
 
-    They are empty if the configuration decides, or if nothing fits. There are no more ranks and no more
-    engines than groups.
+    Attributes:
+        changes: overrides; empty if the configuration decides, or if nothing fits.
+        other: the next best plan of the first job, of another kind if possible.
+    """
+
+    changes: Changes = ()
+    other: Planned | None = None
+
+
+def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) -> Choice:
+    """Choose as many GPUs as there is work for, and shards if they are faster or nothing else fits.
 
     Args:
         configs: configurations of the jobs of one command, which run in the same training ranks.
@@ -67,7 +78,7 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
     divides = gpus > 1 and not rank_env.launched() and all(_leaves_open(cfg) for cfg in configs)
     shards = list(_shards(configs[0], gpus)) if may_shard else []
     if not (divides or shards):
-        return ()
+        return Choice()
     shapes = [preflight.shape_of(cfg) for cfg in configs]
 
     def plans(changes: Changes, fits: Callable[[Planned], bool]) -> list[Planned] | None:
@@ -81,24 +92,30 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
         return job_plans
 
     if divides:
-        for parallelism in (None, Parallelism.fsdp2) if may_shard else (None,):
-            divisions: list[tuple[tuple[float, int, int], Changes]] = []
-            for division in _divisions(configs[0], asynchronous, gpus):
+        divisions: list[tuple[float, int, bool, float, int, Changes, Planned]] = []
+        for division in _divisions(configs[0], asynchronous, gpus):
+            for parallelism in (None, Parallelism.fsdp2) if may_shard and division.ranks > 1 else (None,):
                 changes = _changes(configs[0], division, parallelism)
-                planned = plans(changes, _fits_divided)
+                planned = plans(changes, sizes.is_roomy)
                 if planned is not None:
                     idle = max(len(job.plan.idle) for job in planned)
-                    step = max(_step(cfg, division, asynchronous) for cfg in configs)
-                    # Among equally fast divisions, prefer fewer idle GPUs, and then fewer ranks.
-                    divisions.append(((step, idle, division.ranks), changes))
-            if divisions:
-                return min(divisions, key=lambda candidate: candidate[0])[1]
+                    step, work = map(sum, zip(*(_step(job, division) for job in planned), strict=True))
+                    shards_used = parallelism is not None
+                    divisions.append((step, idle, shards_used, work, division.ranks, changes, planned[0]))
+        if divisions:
+            least = min(step for step, *_ in divisions)
+            # Among equally fast divisions, prefer fewer idle GPUs, whole models, less work, and fewer ranks.
+            equal = [division for division in divisions if division[0] <= sizes.EQUALLY_FAST * least]
+            *_, changes, best = min(equal, key=lambda division: division[1:5])
+            divisions.sort(key=lambda division: division[:5])
+            others = sorted((job for *_, job in divisions if job is not best), key=best.resembles)
+            return Choice(changes, next(iter(others), None))
     # A plan that may be a little too large is better than none, but no better than shards that fit.
     for fits in (_fits, preflight.is_tolerable):
         for changes in ((), *shards) if shards else ():
             if plans(changes, fits) is not None:
-                return changes
-    return ()
+                return Choice(changes)
+    return Choice()
 
 
 def _shards(cfg: Config, gpus: int) -> Iterator[Changes]:
@@ -143,16 +160,18 @@ def _groups(cfg: Config) -> int:
     return max(1, optim_batch_size(cfg) // cfg.env.repeats)
 
 
-def _step(cfg: Config, division: Division, asynchronous: bool) -> float:
-    """Return the estimated time of a step, in groups."""
-    groups = _groups(cfg)
+def _step(planned: Planned, division: Division) -> tuple[float, float]:
+    """Return the time of a round, and the time of all phases, in seconds or, without any, in groups."""
+    if (cost := cost_of(planned)) is not None:
+        return cost.step, cost.generate + cost.prepare + cost.train + cost.publish
+    cfg, groups = planned.cfg, _groups(planned.cfg)
     # A round may have several optimizer batches, and each has the same share of the round's groups.
     train = -(-groups // division.ranks) * cfg.env.num_envs / groups
     options = cfg.inference_model
     size = options.tensor_parallel_size * options.pipeline_parallel_size
     # The GPUs of one engine generate the same groups.
     generate = -(-cfg.env.num_envs // max(1, division.engine_gpus // size))
-    return max(train, generate) if asynchronous else train + generate
+    return max(train, generate) if planned.asynchronous else train + generate, train + generate
 
 
 def _divisions(cfg: Config, asynchronous: bool, gpus: int) -> Iterator[Division]:
@@ -204,13 +223,3 @@ def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -
 
 def _fits(planned: Planned) -> bool:
     return planned.prediction is None or preflight.fits(planned)
-
-
-def _fits_divided(planned: Planned) -> bool:
-    """Return whether a division fits that the planner chose."""
-    if planned.prediction is None:
-        # Two models on a GPU may be too much, and nothing says so before they are loaded.
-        return not planned.plan.colocated
-    # A worker that shares a GPU with a rank never sleeps.
-    both = planned.plan.colocated and planned.plan.inference.own_process
-    return preflight.fits(planned, preflight.SPARE if both else 1.0)

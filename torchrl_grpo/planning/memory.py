@@ -26,7 +26,7 @@ from torchrl_grpo.runtime.hardware import Hardware
 
 FLOAT = 4
 # Values of train_model.parallelism with which no rank holds the whole model.
-_SHARDS = ("fsdp2", "deepspeed_zero3")
+SHARDS = ("fsdp2", "deepspeed_zero3")
 # Memory of Python with torch, transformers and TorchRL. Measured on Linux with torch 2.13.
 _PROGRAM_GIB = 0.5
 # A vLLM server has two more processes than an engine in this process: the HTTP server and the scheduler.
@@ -43,12 +43,12 @@ _FRAGMENTED = {"cpu": 1.1, "cuda": 1.03}
 # leave none.
 _HOLES = {"cpu": 0.25, "cuda": 0.0}
 # Number of logits that the output head computes at a time, and how many arrays of that size exist at once.
-_HEAD_BLOCK = {"cpu": 2**22, "cuda": 2**26}
+HEAD_BLOCK = {"cpu": 2**22, "cuda": 2**26}
 _HEAD_BLOCKS = 4
 # Arrays with a row of logits per response during sampling: logits, probabilities, noise and their stack.
 _SAMPLING_ARRAYS = 6
 # LoRA adapters of the usual ranks have about this share of their model's weights.
-_ADAPTER_SHARE = 0.01
+ADAPTER_SHARE = 0.01
 
 # Tokens in the largest batch of vLLM 0.32 on a GPU, and the GPU size from which that batch is twice as large.
 _VLLM_BATCH, _VLLM_BATCH_LARGE_GPU, _LARGE_GPU_GIB = 8192, 16_384, 70
@@ -98,12 +98,12 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     half = autocasts(cfg, role.devices, hardware)
     # With shards, each rank holds its part of the trained weights, and gathers the rest one layer at a time.
     kind, part = cfg.train_model.parallelism, 1 / plan.num_ranks
-    weights = (part if kind in _SHARDS else 1.0) * trained_weights(cfg, shape, half)
+    weights = (part if kind in SHARDS else 1.0) * trained_weights(cfg, shape, half)
     if kind in ZERO_STAGES and part < 1:
         # DeepSpeed updates a copy of each rank's part of the weights.
         weights += part * FLOAT * shape.parameters
-    divided = kind in _SHARDS or kind in ZERO_STAGES
-    trained = (part if divided else 1.0) * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
+    divided = kind in SHARDS or kind in ZERO_STAGES
+    trained = (part if divided else 1.0) * FLOAT * shape.parameters * (ADAPTER_SHARE if lora else 1.0)
     varlen = uses_varlen(cfg, role.devices, hardware)
     kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device, varlen)
     masks = 0.0 if varlen else mask_bytes(load, half, device)
@@ -111,7 +111,7 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     # The gradient of the output head exists as a whole before it is accumulated. At the end of the backward
     # pass, the same holds for the gradient of the embedding.
     head = 0.0 if lora else FLOAT * shape.vocabulary * shape.hidden
-    blocks = FLOAT * _HEAD_BLOCK[device] * _HEAD_BLOCKS
+    blocks = FLOAT * HEAD_BLOCK[device] * _HEAD_BLOCKS
     # Gradients and activations at the start and at the end of a backward pass. The gradients of earlier
     # micro-batches are already there at its start.
     earlier = trained if load.several_micro_batches else 0.0
@@ -126,7 +126,7 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     # Only the update needs the moments, if they wait in host memory.
     waiting = 0.0 if plan.offload_optimizer else moments
     rows = [Row("train", "generate", names, weights, optimizer=waiting)]
-    if kind in _SHARDS and part < 1:
+    if kind in SHARDS and part < 1:
         # Each rank loads the whole model on its device before the model is sharded.
         rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
     # Groups without a gradient only run a forward pass, for metrics. With policy.proximal=trainer, each round
@@ -270,7 +270,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     if role.placement in ("cluster", "servers"):
         return []
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
-    element = 2 if bits16(options.dtype, _SIXTEEN, hardware.has_fast_bfloat16(role.devices)) else FLOAT
+    element = engine_element(cfg, plan, hardware)
     # The devices of an engine divide its weights.
     weights = element * shape.parameters / plan.engine_size
     cache, work = _generation(cfg, shape, load, element)
@@ -299,6 +299,12 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
         left = _ASLEEP_GIB * GIB if options.engine.preallocates else 0.0
         return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]
     return [awake, *(Row("inference", phase, role.devices, weights, cache=kept) for phase in phases)]
+
+
+def engine_element(cfg: Config, plan: Plan, hardware: Hardware) -> int:
+    """Return the bytes of a weight of an engine."""
+    fast = hardware.has_fast_bfloat16(plan.inference.devices)
+    return 2 if bits16(cfg.inference_model.dtype, _SIXTEEN, fast) else FLOAT
 
 
 def least_for_vllm(shape: ModelShape, load: Workload, weights: float, gib: float) -> float:
@@ -348,7 +354,7 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     shape = _teacher_shape(cfg) or shape
     weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, hardware))
-    work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
+    work = FLOAT * (load.tokens * _forward_width(shape) + HEAD_BLOCK[device] * _HEAD_BLOCKS)
     if role.own_process:
         return [Row(name, "all", role.devices, weights, activations=work)]
     rows = [Row(name, phase, role.devices, weights) for phase in ("generate", "optimize")]

@@ -12,7 +12,7 @@ from torchrl_grpo.planning import memory
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, Prediction
 from torchrl_grpo.planning.token_budget import Budget
-from torchrl_grpo.planning.workload import workload_of
+from torchrl_grpo.planning.workload import MIN_SEQS_GPU, workload_of
 from torchrl_grpo.runtime.hardware import Hardware
 
 # Phase of a round -> what a device does in it.
@@ -31,6 +31,7 @@ class Planned:
         shape: shape of the model, or the reason why it is unknown.
         prediction: predicted memory; None without a shape.
         budget: largest number of tokens in a micro-batch.
+        other: the next best sizes, of another kind if possible; None if nothing was searched.
     """
 
     cfg: Config
@@ -40,6 +41,15 @@ class Planned:
     shape: ModelShape | Unknown
     prediction: Prediction | None
     budget: Budget
+    other: Planned | None = None
+
+    def resembles(self, other: Planned) -> bool:
+        """Return whether another plan shares GPUs, sleeps and holds the model in the same way."""
+
+        def kind(planned: Planned) -> tuple[bool, bool, str]:
+            return planned.plan.colocated, planned.plan.sleeps, planned.cfg.train_model.parallelism
+
+        return kind(self) == kind(other)
 
     @property
     def vllm_on_gpus(self) -> list[tuple[float, float, float]]:
@@ -59,15 +69,29 @@ class Planned:
     @property
     def room_for_sequences(self) -> int | None:
         """The number of longest sequences whose keys and values fit in vLLM's share; None if unknown."""
-        if not self.vllm_on_gpus or not isinstance(self.shape, ModelShape):
-            return None
-        longest, share = self.cfg.inference_model.max_model_len, self.plan.gpu_memory_utilization
-        rooms = []
+        return self._room(self.plan.gpu_memory_utilization) if self.vllm_on_gpus else None
+
+    def _room(self, share: float) -> int:
+        """Return the number of longest sequences whose keys and values fit in a share of each GPU."""
+        assert isinstance(self.shape, ModelShape)
+        longest, rooms = self.cfg.inference_model.max_model_len, []
         for gib, weights, least in self.vllm_on_gpus:
             each = memory.cache_of(self.shape, weights / self.shape.parameters, longest)
             # The least includes the cache of one sequence.
             rooms.append(1 + int((share * gib * GIB - least) // each))
-        return max(0, *rooms)
+        return max(0, min(rooms))
+
+    def responses_in(self, share: float) -> int:
+        """Return how many responses at full length an engine decodes at a time with a share of its GPUs.
+
+        One step of 1/20 is left for CUDA graphs, which the prediction does not count.
+        """
+        return max(1, self._room(share - 1 / 20))
+
+    @property
+    def most_responses(self) -> int:
+        """The number of responses that an engine may have to decode at a time."""
+        return max(workload_of(self.cfg, engines=self.plan.num_engines).rows, MIN_SEQS_GPU)
 
     @property
     def least_share(self) -> float | None:

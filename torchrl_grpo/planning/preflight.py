@@ -11,17 +11,18 @@ from torchrl_grpo.config.checks import schedule, validate
 from torchrl_grpo.config.derived import models_of, teacher_of
 from torchrl_grpo.config.engines import engines_with, reference_engine
 from torchrl_grpo.config.keys import bad_value, show
-from torchrl_grpo.config.values import ZERO_STAGES, Proximal
+from torchrl_grpo.config.values import Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
-from torchrl_grpo.planning import memory, placement, resolve, token_budget
+from torchrl_grpo.planning import memory, placement, resolve, sizes
 from torchrl_grpo.planning.advice import advise
+from torchrl_grpo.planning.comparison import compare
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.planned import WHILE, Planned, beside_others, memory_by_device
 from torchrl_grpo.planning.prediction import GIB, PHASES
-from torchrl_grpo.planning.request import Request, build_request
-from torchrl_grpo.planning.workload import max_num_seqs
+from torchrl_grpo.planning.request import build_request
+from torchrl_grpo.planning.sizes import fits, small_cache, small_share
 from torchrl_grpo.runtime import hardware as hardware_module
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.hardware import Hardware
@@ -29,14 +30,6 @@ from torchrl_grpo.runtime.hardware import Hardware
 # The prediction assumes the longest texts that are allowed, and may be 29 % too high. A run whose
 # prediction exceeds the memory by less than this factor may still fit.
 TOLERATED = 1.2
-# Factor by which the memory must exceed the prediction where two models share a GPU. The prediction is rarely
-# more than 20 % too low.
-SPARE = 1.2
-# By default, the optimizer's moments may wait in host memory if they take at most this share of it. Pinned
-# memory is handed out in powers of two, so they may take twice as much.
-_PARKED_SHARE = 0.25
-# More responses than any configuration has.
-_NO_BOUND = 10**9
 _SEVERAL_GPUS = engines_with(lambda kind: kind.spans_devices)[0]
 _NOTHING_ELSE = (
     "a smaller model as model.name (shorter texts, smaller batches, shards, adapters and 4 bits are not "
@@ -103,59 +96,9 @@ def _check_plan(cfg: Config, plan: Plan) -> None:
 
 def _make_plan(cfg: Config, asynchronous: bool, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:
     request = build_request(cfg, asynchronous, rank_env.world_size())
-    planned = _place_roles(cfg, request, hardware, shape)
-    if planned.plan.colocated and planned.plan.num_gpus > 0 and planned.prediction is not None:
-        planned = _try_awake(planned, request) or planned
+    planned = sizes.choose(cfg, request, hardware, shape)
     _check_plan(cfg, planned.plan)
     return planned
-
-
-def _try_awake(planned: Planned, request: Request) -> Planned | None:
-    """Return a plan whose engine stays awake while the trainer trains; None if there is too little memory.
-
-    Falling asleep and waking up takes a second or more in each step. Unless it is configured, vLLM's share of
-    the GPU is the smallest with room for all responses that it decodes at a time. The rest is left for
-    larger micro-batches.
-    """
-    if request.sleep or not planned.cfg.inference_model.engine.has_known_needs:
-        return None
-    highest = planned.plan.gpu_memory_utilization
-    sequences = max_num_seqs(planned.cfg, on_gpu=True, room=_NO_BOUND)
-
-    def with_share(share: float) -> Planned:
-        changed = replace(request, sleep=False, gpu_memory_utilization=share)
-        return _place_roles(planned.cfg, changed, planned.hardware, planned.shape)
-
-    def is_enough(candidate: Planned) -> bool:
-        share, room = candidate.plan.gpu_memory_utilization, candidate.room_for_sequences
-        return (candidate.least_share or 1.0) <= share and room is not None and room >= sequences
-
-    awake = with_share(highest)
-    if request.gpu_memory_utilization is None:
-        smaller = (step / 20 for step in range(1, round(20 * highest)))
-        least = next((share for share in smaller if is_enough(with_share(share))), highest)
-        # One step more for CUDA graphs, which the prediction does not count.
-        awake = with_share(min(highest, round(least + 1 / 20, 2)))
-    # Many small micro-batches would take longer than an engine that falls asleep and wakes up.
-    large = 2 * awake.budget.tokens >= planned.budget.tokens
-    return awake if large and fits(awake, SPARE) else None
-
-
-def _place_roles(cfg: Config, request: Request, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:
-    plan = placement.plan(request, len(hardware.gpus))
-    plan = replace(plan, offload_optimizer=_offloads(cfg, plan, shape, hardware))
-    budget = token_budget.choose(cfg, plan, shape, hardware)
-    plan = replace(plan, token_budget=budget.tokens)
-    prediction = None
-    if isinstance(shape, ModelShape):
-        prediction = memory.predict(token_budget.with_budget(cfg, budget.tokens), plan, shape, hardware)
-    planned = Planned(cfg, plan, request.asynchronous, hardware, shape, prediction, budget)
-    if not cfg.inference_model.engine.has_known_needs or plan.inference.placement == "servers":
-        return planned
-    if plan.num_gpus == 0:
-        return planned
-    room = planned.room_for_sequences
-    return replace(planned, plan=replace(plan, max_num_seqs=max_num_seqs(cfg, on_gpu=True, room=room)))
 
 
 def replan(
@@ -172,29 +115,6 @@ def replan(
         return _make_plan(cfg, asynchronous, hardware, shape)
     except ConfigError:
         return None
-
-
-def _offloads(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardware) -> bool:
-    """Return whether the optimizer's moments wait in host memory while the engine generates."""
-    configured = cfg.train_model.offload_optimizer
-    if configured is not None or not plan.sleeps or cfg.train_model.parallelism in ZERO_STAGES:
-        return bool(configured) and plan.train_device.startswith("cuda")
-    if isinstance(shape, Unknown) or not plan.train_device.startswith("cuda"):
-        return False
-    needs = {
-        offloads: memory.predict(cfg, replace(plan, offload_optimizer=offloads), shape, hardware)
-        for offloads in (False, True)
-    }
-    moments = max(row.optimizer for row in needs[False].rows if row.role == "train") * len(plan.train.devices)
-    if hardware.cpu_gib is not None and moments > _PARKED_SHARE * hardware.cpu_gib * GIB:
-        return False
-    sizes = memory_by_device(plan, hardware)
-    return any(
-        gib is not None
-        and needs[True].need(name, "generate") <= gib * GIB < needs[False].need(name, "generate")
-        for name, gib in sizes.items()
-        if name in plan.train.devices
-    )
 
 
 def resolve_proximal(cfg: Config, asynchronous: bool) -> Config:
@@ -225,8 +145,16 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
     return planned.plan
 
 
-def report(cfg: Config, asynchronous: bool, hardware: Hardware | None = None) -> None:
-    """Print the report of ``dry_run=true``: the plan, and the memory of each role and phase.
+def report(
+    cfg: Config, asynchronous: bool, hardware: Hardware | None = None, other: Planned | None = None
+) -> None:
+    """Print the report of ``dry_run=true``: the plan, the memory of each role and phase, and the time.
+
+    Args:
+        cfg: validated configuration.
+        asynchronous: whether the script is grpo-async.py.
+        hardware: hardware to plan for; None for that of this machine.
+        other: another division of the GPUs, to compare the plan with.
 
     Raises:
         ConfigError: requested devices do not exist, or there is too little memory.
@@ -241,6 +169,7 @@ def report(cfg: Config, asynchronous: bool, hardware: Hardware | None = None) ->
     sys.stdout.flush()
     check_memory(planned)
     sys.stdout.write("".join(f"{line}\n" for line in hints(planned)))
+    sys.stdout.write(compare(planned, [plan for plan in (planned.other, other) if plan is not None]))
 
 
 def _check_build(planned: Planned) -> None:
@@ -286,12 +215,12 @@ def is_tolerable(planned: Planned) -> bool:
 
 def _lack(planned: Planned) -> tuple[str, object, str] | None:
     """Return key, value and mistake if a device has too little memory; None if each has enough."""
-    return _small_share(planned) or _small_cache(planned) or _shortage(planned)
+    return small_share(planned) or small_cache(planned) or _shortage(planned)
 
 
 def hints(planned: Planned) -> list[str]:
     """Return advice to save memory if the longest texts need slightly more memory than the devices have."""
-    if planned.prediction is None or fits(planned) or _small_share(planned) or _small_cache(planned):
+    if planned.prediction is None or fits(planned) or small_share(planned) or small_cache(planned):
         return []
     advice = " or ".join(_advice(planned, mild=True))
     return [f"memory: the longest texts may not fit; {advice} takes less"] if advice else []
@@ -326,41 +255,6 @@ def _tolerated(planned: Planned, device: str, phase: str) -> float:
     # fixed share.
     fixed = phase == "load" or (engine and phase == "generate")
     return 1.0 if fixed and device != "cpu" else TOLERATED
-
-
-def _small_share(planned: Planned) -> tuple[str, object, str] | None:
-    """Return key, value and mistake if vLLM's share of a GPU holds little more than the weights."""
-    share = planned.plan.gpu_memory_utilization
-    for gib, weights, _ in planned.vllm_on_gpus:
-        if share * gib * GIB < memory.VLLM_FLOOR * weights:
-            wrong = (
-                f"{share * gib:.2f} GiB of {gib:.2f} leave too little room for keys and values besides "
-                f"weights of {weights / GIB:.2f} GiB"
-            )
-            return "inference_model.gpu_memory_utilization", share, wrong
-    return None
-
-
-def _small_cache(planned: Planned) -> tuple[str, object, str] | None:
-    """Return key, value and mistake if vLLM's cache on a CPU cannot hold the longest sequence."""
-    options, least = planned.cfg.inference_model, planned.least_cache_gib
-    if least is None or options.kv_cache_gib >= least:
-        return None
-    wrong = (
-        f"keys and values of one sequence of inference_model.max_model_len={options.max_model_len} tokens "
-        f"need {least} GiB, and vLLM does not start with less"
-    )
-    return "inference_model.kv_cache_gib", options.kv_cache_gib, wrong
-
-
-def fits(planned: Planned, margin: float = 1.0) -> bool:
-    """Return whether every device has the predicted memory, times a margin."""
-    assert planned.prediction is not None
-    prediction = planned.prediction
-    return not (_small_share(planned) or _small_cache(planned)) and all(
-        available_gib is None or margin * prediction.peak(device)[0] <= available_gib * GIB
-        for device, available_gib in memory_by_device(planned.plan, planned.hardware).items()
-    )
 
 
 def _advice(planned: Planned, mild: bool = False) -> list[str]:

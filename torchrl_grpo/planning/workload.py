@@ -11,7 +11,7 @@ from torchrl_grpo.config.derived import held_out_problems, optim_batch_size, tok
 MAX_ROWS = 256
 # Least number of responses that an engine is made for, because an evaluation may be larger than a round. A
 # GPU decodes 256 responses in about the time of 64.
-_MIN_SEQS, _MIN_SEQS_GPU = 64, 256
+_MIN_SEQS, MIN_SEQS_GPU = 64, 256
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> 
     least = max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
     if not on_gpu:
         return least
-    sequences = max(least, held_out_problems(cfg) * _held_out(cfg), _MIN_SEQS_GPU)
-    return max(least, min(sequences, _MIN_SEQS_GPU if room is None else room))
+    sequences = max(least, held_out_problems(cfg) * _held_out(cfg), MIN_SEQS_GPU)
+    return max(least, min(sequences, MIN_SEQS_GPU if room is None else room))
 
 
 def _held_out(cfg: Config) -> int:

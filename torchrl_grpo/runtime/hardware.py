@@ -58,6 +58,7 @@ class Gpu:
         taken: part of it in GiB that processes use.
         capability: compute capability; None if unknown.
         driver: version of the driver; empty if unknown.
+        name: name of its kind; empty if unknown.
     """
 
     uuid: str = ""
@@ -66,6 +67,7 @@ class Gpu:
     driver: str = ""
     kept: float | None = None
     taken: float = 0.0
+    name: str = ""
 
     @property
     def usable_gib(self) -> float | None:
@@ -85,12 +87,14 @@ class Hardware:
         cpu_gib: memory in GiB that is available to this process; None if unknown.
         capabilities: compute capability of each visible GPU; shorter than ``gpus`` or None if unknown.
         taken: part of ``gpus`` that other processes use, in GiB; shorter than ``gpus`` if unknown.
+        names: name of each visible GPU, such as ``NVIDIA H100 80GB HBM3``; empty or shorter if unknown.
     """
 
     gpus: tuple[float | None, ...] = ()
     cpu_gib: float | None = None
     capabilities: tuple[Capability | None, ...] = ()
     taken: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
 
     def gpu_gib(self, device: str) -> float | None:
         """Return the memory of a GPU (``cuda:N``); None if it is unknown, or if the device is no GPU."""
@@ -140,6 +144,7 @@ def present() -> Hardware:
         available_gib(),
         tuple(gpu.capability for gpu in gpus),
         _taken(gpus),
+        tuple(gpu.name for gpu in gpus),
     )
 
 
@@ -235,7 +240,7 @@ def _listed() -> list[Gpu]:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if shutil.which("nvidia-smi") is None:
         return [Gpu() for _ in Path("/dev").glob("nvidia[0-9]*")]
-    done = _ask_smi("uuid,memory.total,driver_version,compute_cap")
+    done = _ask_smi("uuid,memory.total,driver_version,compute_cap,name")
     if done.returncode != 0:
         # Drivers from before 2021 do not know compute_cap. Without a driver or a GPU, this call fails too.
         done = _ask_smi("uuid,memory.total,driver_version")
@@ -261,7 +266,7 @@ def read_smi(text: str, memory: str = "") -> list[Gpu]:
     """Parse nvidia-smi's lines, where ``[N/A]`` means unknown.
 
     Args:
-        text: lines ``uuid, MiB[, driver[, capability]]``.
+        text: lines ``uuid, MiB[, driver[, capability[, name]]]``.
         memory: lines ``uuid, MiB, MiB`` of the memory that the driver keeps and of the memory in use.
     """
     gpus, parts = [], dict[str, tuple[float, float]]()
@@ -272,7 +277,7 @@ def read_smi(text: str, memory: str = "") -> list[Gpu]:
     for line in text.splitlines():
         if not line.strip():
             continue
-        uuid, mib, driver, capability = (*(cell.strip() for cell in line.split(",")), "", "", "")[:4]
+        uuid, mib, driver, capability, name = (*(cell.strip() for cell in line.split(",")), "", "", "")[:5]
         kept, taken = parts.get(uuid, (None, 0.0))
         major, _, minor = capability.partition(".")
         known = major.isdigit() and minor.isdigit()
@@ -284,6 +289,7 @@ def read_smi(text: str, memory: str = "") -> list[Gpu]:
                 driver if driver[:1].isdigit() else "",
                 kept,
                 taken,
+                name,
             )
         )
     return gpus
