@@ -19,6 +19,7 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring import varlen
 from torchrl_grpo.models.scoring.scores import TokenScores
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.planning import speeds
 from torchrl_grpo.tools.gpu_check import __main__ as command
 from torchrl_grpo.tools.gpu_check import kernels, stages, step
 from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table
@@ -116,6 +117,7 @@ def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: 
     with PretendedCuda():
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(context.model).parameters())
         in_use = iter([8e9, 8e9 - freed * 8 * weights])
+        monkeypatch.setattr(speeds, "path", lambda: context.folder / "speeds.json")
         monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
         if not freed:
             with pytest.raises(
@@ -126,6 +128,8 @@ def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: 
         found = step.step(context.model)
     assert float(found["head_difference"]) < 1e-4 and float(found["noise_difference"]) == 0
     assert float(found["parked_mib"]) == pytest.approx(8 * weights / 2**20)
+    (kept,) = json.loads((context.folder / "speeds.json").read_text()).values()
+    assert kept == {"layer_ms": found["layer_ms"]}
 
 
 def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torchrl_grpo.models.scoring import varlen_choice
 from torchrl_grpo.models.scoring.shared_prefix import PrefixLayout, hidden_states
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, backbone
 from torchrl_grpo.models.scoring.varlen import VarlenLayout
+from torchrl_grpo.planning import speeds
 from torchrl_grpo.runtime.package_versions import versions
 
 Figures = dict[str, float | str]
@@ -35,7 +36,7 @@ _TIMED_PROMPT, _TIMED_RESPONSES = 512, (1024, 4096, 16_384)
 
 
 def environment(model: Path) -> Figures:
-    """Read what the machine is, and measure its matrix products."""
+    """Read what the machine is, and measure its matrix products and, of a GPU, its memory."""
     choose_kernels()
     device = _device()
     figures: Figures = {**versions("ray", "flash-attn", "bitsandbytes")}
@@ -48,9 +49,17 @@ def environment(model: Path) -> Figures:
             "memory_gib": properties.total_memory / 2**30,
             "cuda": str(torch.version.cuda),
         }
-    for dtype in (torch.float32, torch.bfloat16):
-        figures[f"{str(dtype).removeprefix('torch.')}_tflops"] = _matrix_product(device, dtype)
+    products = {dtype: _matrix_product(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    figures |= {f"{str(dtype).removeprefix('torch.')}_tflops": rate for dtype, rate in products.items()}
+    if device.type == "cuda":
+        figures["copy_tb_per_s"] = copied = _copy(device)
+        keep_speeds(tflops=products[torch.bfloat16], tflops_float32=products[torch.float32], tb_per_s=copied)
     return figures
+
+
+def keep_speeds(**measured: float) -> None:
+    """Keep speeds of the first GPU for the plans of later runs."""
+    speeds.write(torch.cuda.get_device_properties(_device()).name, measured)
 
 
 def scores(model: Path) -> Figures:
@@ -71,8 +80,8 @@ def scores(model: Path) -> Figures:
         _check(f"{name}_gradient", float(figures[f"{name}_gradient"]), _FLOAT32_GRADIENT)
     figures["bfloat16_nats"], figures["bfloat16_gradient"] = _apart(half, shared)
     _check("bfloat16_nats", float(figures["bfloat16_nats"]), _BFLOAT16_NATS)
-    figures["shared_speedup"] = _seconds(lambda: _scored(TokenScorer(there, shares_prefix=False), batch)) / (
-        _seconds(lambda: _scored(TokenScorer(there), batch))
+    figures["shared_speedup"] = seconds(lambda: _scored(TokenScorer(there, shares_prefix=False), batch)) / (
+        seconds(lambda: _scored(TokenScorer(there), batch))
     )
     return figures
 
@@ -101,10 +110,10 @@ def flash(model: Path) -> Figures:
     # Prepares the layer for rows of groups.
     assert TokenScorer(layer).shares_prefix
     for tokens in _TIMED_RESPONSES:
-        seconds = [
-            _seconds(partial(_layer_pass, layer, tokens, without_masks)) for without_masks in (False, True)
+        timed = [
+            seconds(partial(_layer_pass, layer, tokens, without_masks)) for without_masks in (False, True)
         ]
-        figures[f"times_as_fast_{tokens}"] = seconds[0] / seconds[1]
+        figures[f"times_as_fast_{tokens}"] = timed[0] / timed[1]
     return figures
 
 
@@ -130,10 +139,17 @@ def _matrix_product(device: torch.device, dtype: torch.dtype) -> float:
     """Return the speed of a square product in TFLOP/s."""
     size = 8192 if device.type == "cuda" else 1024
     matrix = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / _seconds(lambda: matrix @ matrix) / 1e12
+    return 2 * size**3 / seconds(lambda: matrix @ matrix) / 1e12
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _copy(device: torch.device) -> float:
+    """Return the TB/s at which memory is copied, reads and writes together."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source)) / 1e12
+
+
+def seconds(work: Callable[[], object]) -> float:
     """Return the duration of the second of two runs."""
     for _ in range(2):
         _finish()

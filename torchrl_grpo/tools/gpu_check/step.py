@@ -18,9 +18,9 @@ from torchrl_grpo.inference.noise import hashed
 from torchrl_grpo.models.precision import choose_kernels
 from torchrl_grpo.models.scoring.head import linear
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.objectives.aggregation import count_totals
+from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.build import build_objective
-from torchrl_grpo.tools.gpu_check.kernels import Figures, batch_of
+from torchrl_grpo.tools.gpu_check.kernels import Figures, batch_of, keep_speeds, seconds
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 # Sums of a few hundred float32 products in another order; sums that are rounded to bfloat16 differ by 0.1.
@@ -57,6 +57,12 @@ def step(model: Path) -> Figures:
     figures: Figures = {"step_s": time.perf_counter() - started}
     waits = _waits(optimizer_step, batch)
     _check("waits in a micro-batch", len(waits), 0, "; ".join(sorted(set(waits))))
+    # The batch is so small that the time is that of launches.
+    totals = count_totals(batch["masks", "loss"])
+    launched = seconds(lambda: _passes(optimizer_step, batch, totals))
+    optimizer_step.backend.zero_grad()
+    figures["layer_ms"] = layer_ms = 1000 * launched / weights.config.num_hidden_layers
+    keep_speeds(layer_ms=layer_ms)
     head = weights.get_output_embeddings().weight.detach().bfloat16()
     hidden = torch.randn(64, head.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = hidden.double() @ head.cpu().double().T
@@ -91,12 +97,16 @@ def _waits(optimizer_step: OptimizerStep, batch: TensorDict) -> list[str]:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            terms = optimizer_step.loss(batch, totals=totals)
-            terms["loss_objective"].backward()
+            _passes(optimizer_step, batch, totals)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     optimizer_step.backend.zero_grad()
     return [f"{warning.filename}:{warning.lineno}" for warning in caught if _WAIT in str(warning.message)]
+
+
+def _passes(optimizer_step: OptimizerStep, batch: TensorDict, totals: BatchTotals) -> None:
+    """Run the passes of a micro-batch, forward and backward."""
+    optimizer_step.loss(batch, totals=totals)["loss_objective"].backward()
 
 
 def _parked(optimizer_step: OptimizerStep, batch: TensorDict) -> Figures:
