@@ -11,7 +11,7 @@ from test_advice import SHAPES, advised, planned, read
 from torchrl_grpo.config.checks import whole
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
-from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning import preflight, sizes
 from torchrl_grpo.planning.advice import Changes, apply
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -50,7 +50,7 @@ def enough(words: str, asynchronous: bool, machine: Hardware, shape: ModelShape)
         (changes, preflight.replan(apply(cfg, changes), asynchronous, machine, shape))
         for changes in alternatives(machine)
     )
-    return [changes for changes, found in plans if found is not None and preflight.fits(found)]
+    return [changes for changes, found in plans if found is not None and sizes.fits(found)]
 
 
 def alternatives(machine: Hardware) -> Iterator[Changes]:
@@ -97,7 +97,7 @@ def test_what_is_advised_for_long_texts_fits(
         return
     for one in found:
         again = planned(f"{words} {one}", asynchronous, hardware)
-        assert preflight.fits(again), one
+        assert sizes.fits(again), one
         changes = [(key, value) for key, _, value in (word.partition("=") for word in one.split())]
         # Without any one of its keys it is not enough.
         for left_out in changes if len(changes) > 1 else ():
@@ -107,7 +107,7 @@ def test_what_is_advised_for_long_texts_fits(
 
 def _fits_as_written(words: str, asynchronous: bool, hardware: Hardware) -> bool:
     try:
-        return preflight.fits(preflight.make(read(words), asynchronous, hardware))
+        return sizes.fits(preflight.make(read(words), asynchronous, hardware))
     except ConfigError:
         return False
 
@@ -144,7 +144,7 @@ def test_advice_ends_where_everything_together_is_too_much(
     found = advised(str(caught.value))
     assert bool(found) == bool(enough(words, False, hardware, SMALL))
     for one in found:
-        assert preflight.fits(planned(f"{words} {one}", False, hardware))
+        assert sizes.fits(planned(f"{words} {one}", False, hardware))
 
 
 def test_two_keys_are_advised_where_no_single_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,4 +222,4 @@ def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -
 
 
 def _fits(planned: Planned) -> bool:
-    return planned.prediction is None or preflight.fits(planned)
+    return planned.prediction is None or sizes.fits(planned)

@@ -27,7 +27,7 @@ def compare(chosen: Planned, others: list[Planned]) -> str:
     costs = [(cost, other) for other in others if (cost := cost_of(other))]
     second = min(costs, key=lambda pair: (chosen.resembles(pair[1]), pair[0].step), default=None)
     plans = [(first, chosen), *([second] if second else [])]
-    rows = [("plan", "share", "tokens", *_PHASES, "seconds")]
+    rows: list[tuple[str, ...]] = [("plan", "share", "tokens", *_PHASES, "seconds")]
     for number, (cost, planned) in enumerate(plans, 1):
         share = f"{planned.plan.gpu_memory_utilization:.2f}" if planned.vllm_on_gpus else "-"
         phases = (f"{getattr(cost, phase):.2f}" for phase in _PHASES)
