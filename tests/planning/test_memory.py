@@ -454,19 +454,28 @@ def test_masks_of_long_responses_take_memory_and_variable_lengths_none() -> None
     assert not memory.uses_varlen(cfg, one, gpu)
 
 
-@pytest.mark.parametrize("attention", ["varlen", "dense"])
-@pytest.mark.parametrize("size", ["135m", "0.5b"])
-def test_a_step_takes_what_an_h100_reserved(size: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "attention", "compiled"),
+    [
+        ("135m", "varlen", False),
+        ("135m", "dense", False),
+        ("0.5b", "varlen", False),
+        ("0.5b", "dense", False),
+        ("0.5b", "varlen", True),
+    ],
+)
+def test_a_step_takes_what_an_h100_reserved(size: str, attention: str, compiled: bool) -> None:
     recorded = json.loads((ROOT / "benchmarks/gpu/h100.json").read_text())["training"]
     (step,) = [
         entry
         for entry in recorded
-        if (entry["shape"], entry["attention"], entry["compiled"]) == (size, attention, False)
+        if (entry["shape"], entry["attention"], entry["compiled"]) == (size, attention, compiled)
     ]
     shape = {"135m": _SMOLLM2, "0.5b": ModelShape(494_032_768, 151_936, 896, 24, 4864, 896, 128)}[size]
     cfg = config(env__num_envs=8, env__repeats=8, inference_model__max_model_len=712)
     cfg.inference_model.max_new_tokens, cfg.train_model.autocast = 512, Autocast.bf16
     cfg.train.max_tokens_per_microbatch = step["micro_batch_tokens"]
+    cfg.train_model.compile = compiled
     cfg.train_model.prefix_attention = PrefixAttention("auto" if attention == "varlen" else attention)
     plan = placement.plan(build_request(cfg, False), 1)
     gpu = Hardware((79.18,), capabilities=((9, 0),))

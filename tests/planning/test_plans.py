@@ -157,9 +157,12 @@ def test_what_the_configuration_sets_stays(
 # Against figures of an H100
 
 
-def measured(shape: ModelShape, attention: str, monkeypatch: pytest.MonkeyPatch) -> Planned:
+def measured(
+    shape: ModelShape, attention: str, monkeypatch: pytest.MonkeyPatch, compiled: bool = False
+) -> Planned:
     words = "env.repeats=8 inference_model.max_model_len=712 inference_model.max_new_tokens=512 "
-    words += f"train_model.prefix_attention={attention} inference_model.sleep=false"
+    words += f"train_model.prefix_attention={attention} inference_model.sleep=false "
+    words += f"train_model.compile={compiled}"
     monkeypatch.setattr(preflight, "read_shape", lambda model: shape)
     return preflight.make(read(words), False, there("1x80"))
 
@@ -168,10 +171,8 @@ def test_predicted_seconds_are_near_measured_ones(monkeypatch: pytest.MonkeyPatc
     figures = json.loads((ROOT / "benchmarks/gpu/h100.json").read_text())
     shapes = {"0.5b": SHAPES["0.5B"], "135m": ModelShape(134_515_008, 49_152, 576, 30, 1536, 576, 192)}
     for step in figures["training"]:
-        if step["compiled"]:
-            continue
         attention = "auto" if step["attention"] == "varlen" else "dense"
-        cost = cost_of(measured(shapes[step["shape"]], attention, monkeypatch))
+        cost = cost_of(measured(shapes[step["shape"]], attention, monkeypatch, step["compiled"]))
         assert cost is not None
         assert 0.75 < cost.train / step["step_s"] < 1.25, step
     cost = cost_of(measured(shapes["0.5b"], "auto", monkeypatch))

@@ -168,7 +168,8 @@ class _Work:
         head = shape.vocabulary * shape.hidden * answers
         varlen = memory.uses_varlen(cfg, self.plan.train.devices, self.planned.hardware)
         batch = workload_of(with_budget(cfg, self.planned.budget.tokens), self.plan.num_ranks)
-        kept = memory.kept_by_layer(shape, batch, self.half, "cuda", varlen) / batch.tokens
+        compiled = cfg.train_model.compile
+        kept = memory.kept_by_layer(shape, batch, self.half, "cuda", varlen, compiled) / batch.tokens
         # Elementwise work of the layers, and of the head.
         layers_bytes = _KEPT_PASSES * kept * shape.layers * tokens
         head_bytes = _HEAD_PASSES * memory.FLOAT * shape.vocabulary * answers

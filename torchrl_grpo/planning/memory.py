@@ -105,7 +105,8 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     divided = kind in SHARDS or kind in ZERO_STAGES
     trained = (part if divided else 1.0) * FLOAT * shape.parameters * (ADAPTER_SHARE if lora else 1.0)
     varlen = uses_varlen(cfg, role.devices, hardware)
-    kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device, varlen)
+    checkpointing, compiled = cfg.train_model.gradient_checkpointing, cfg.train_model.compile
+    kept, work = activations(shape, load, checkpointing, half, device, varlen, compiled)
     masks = 0.0 if varlen else mask_bytes(load, half, device)
     copies = _copies(cfg, shape, half, kind if part < 1 else "ddp")
     # The gradient of the output head exists as a whole before it is accumulated. At the end of the backward
@@ -215,7 +216,9 @@ def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
     return element * (shape.layer if cfg.train_model.gradient_checkpointing else shape.parameters)
 
 
-def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str, varlen: bool = False) -> float:
+def kept_by_layer(
+    shape: ModelShape, load: Workload, half: bool, device: str, varlen: bool = False, compiled: bool = False
+) -> float:
     """Return the bytes that autograd keeps of one layer for all tokens of a micro-batch.
 
     H is the width of the residual stream, F that of the feed-forward layer, Q that of all query heads, and K
@@ -232,7 +235,8 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str, va
 
     With attention for variable lengths, it keeps queries, keys, values and output in 16 bits. It also keeps
     one float32 number per token and head; heads are assumed to have size 64. No key is kept for more than one
-    response.
+    response. Compiled layers compute some of this again: of the feed-forward layer they keep the two
+    projections, and of the norms less. What is left was fitted to one model on an H100.
     """
     h, f, q, k = shape.hidden, shape.mlp, shape.queries, shape.keys
     mlp = 4 * f if shape.gated else 5 * f
@@ -242,16 +246,23 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str, va
         return FLOAT * (load.tokens * (norms + mlp) + attention)
     if varlen:
         # Autocast casts the input of each matrix product, and makes a copy for each product that shares it.
-        return load.tokens * (26 * h + 2 * mlp + 4 * (q + k) + q / 16)
+        elementwise = 20 * h + mlp if compiled else 26 * h + 2 * mlp
+        return load.tokens * (elementwise + 4 * (q + k) + q / 16)
     # Norms compute in float32 and return 16 bits. Rotary embeddings convert queries and keys to float32.
     return load.tokens * (20 * h + 2 * mlp) + 3 * attention
 
 
 def activations(
-    shape: ModelShape, load: Workload, checkpointing: bool, half: bool, device: str, varlen: bool = False
+    shape: ModelShape,
+    load: Workload,
+    checkpointing: bool,
+    half: bool,
+    device: str,
+    varlen: bool = False,
+    compiled: bool = False,
 ) -> tuple[float, float]:
     """Return the bytes that are kept for the backward pass, and the bytes that it needs in addition."""
-    layer = kept_by_layer(shape, load, half, device, varlen)
+    layer = kept_by_layer(shape, load, half, device, varlen, compiled)
     edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, inputs of the output head
     work = FLOAT * load.tokens * (4 * shape.mlp + 4 * shape.hidden)
     if checkpointing:
