@@ -34,8 +34,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("+recipe=cpu train.num_epochs=1", {"train.total_dialog_turns": None}),
     ("+recipe=cpu env.num_envs=12", {"train.total_dialog_turns": 8064}),
     ("+recipe=cpu inference_model.max_new_tokens=600", {"inference_model.max_model_len": 1112}),
-    ("+recipe=gpu_8x80gb train_model.devices=[0,1]", {"train_model.num_devices": "auto"}),
-    ("+recipe=gpu_8x80gb train_model.lora.rank=16", {"train_model.parallelism": "auto"}),
     ("+recipe=gpu_24gb train_model.parallelism=fsdp2", {"train_model.lora.rank": 0}),
     (
         "+recipe=gpu_8x80gb allocation_mode=vllm:d2+ddp:d2",
@@ -118,6 +116,7 @@ def test_a_primary_configuration_wins_over_its_preset_and_gives_way_to_the_comma
         "defaults: [schema, base, {env: gsm8k}, {policy: maxent}, _self_]\n"
         "policy: {init_kl_coeff: 0.4, kl_target: 0.3}\n"
         "train: {num_epochs: 3}\n"
+        "train_model: {num_devices: 4, parallelism: fsdp2}\n"
     )
 
     def read(*words: str) -> Config:
@@ -128,6 +127,8 @@ def test_a_primary_configuration_wins_over_its_preset_and_gives_way_to_the_comma
     written, changed = read(), read("policy.kl_coef=0.1")
     assert (written.policy.kl_coef, written.policy.init_kl_coeff) == (0.0, 0.4)
     assert (written.train.num_epochs, written.train.total_dialog_turns) == (3, None)
+    assert read("train_model.devices=[0,1]").train_model.num_devices == "auto"
+    assert read("train_model.lora.rank=16").train_model.parallelism == "auto"
     longer = read("train.total_dialog_turns=64000")
     assert (longer.train.num_epochs, longer.train.total_dialog_turns) == (None, 64000)
     assert (changed.policy.kl_coef, changed.policy.init_kl_coeff, changed.policy.kl_target) == (

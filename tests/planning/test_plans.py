@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,14 +94,16 @@ def every_plan(cfg: Config, size: str, asynchronous: bool, machine: Hardware) ->
                     yield planned
 
 
-@pytest.mark.parametrize("texts", TEXTS)
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("size", ["0.5B", "1.5B", "7B", "32B"])
+CASES = list(itertools.product(("0.5B", "1.5B", "7B", "32B"), MACHINES, (False, True), TEXTS))
+CASES += [("1.5B", "1x80", True, "servers"), ("1.5B", "8x80", False, "servers")]
+
+
+@pytest.mark.parametrize(("size", "machine", "asynchronous", "texts"), CASES)
 def test_no_plan_that_fits_is_much_faster(
     size: str, machine: str, asynchronous: bool, texts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg, hardware = read(TEXTS[texts]), there(machine)
+    words = {**TEXTS, "servers": "inference_model.backend=vllm_server env.num_envs=64"}
+    cfg, hardware = read(words[texts]), there(machine)
     planned = chosen(cfg, size, asynchronous, hardware, monkeypatch)
     steps = [cost.step for other in every_plan(cfg, size, asynchronous, hardware) if (cost := cost_of(other))]
     cost = cost_of(planned)
@@ -230,6 +233,34 @@ def test_a_dry_run_compares_the_best_two_plans(
         assert sum(phases) == pytest.approx(total, abs=0.03)
     ratio = f"{numbers[1][-1] / numbers[0][-1]:.2f}"
     assert why.startswith(f"The first plan was chosen: it is {ratio} times as fast (generate ")
+
+
+PAGE = [
+    ("gpu_24gb", "1.5B", "1x24", "NVIDIA GeForce RTX 4090"),
+    ("gpu_80gb", "1.5B", "1x80", "NVIDIA H100 80GB HBM3"),
+    ("gpu_80gb", "1.5B", "8x80", "NVIDIA H100 80GB HBM3"),
+    ("gpu_8x80gb", "7B", "8x80", "NVIDIA H100 80GB HBM3"),
+]
+
+
+def test_the_pages_table_is_what_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = []
+    for (name, size, machine, gpu), script in itertools.product(PAGE, ("grpo.py", "grpo-async.py")):
+        for module in (automatic, preflight):
+            monkeypatch.setattr(module, "read_shape", lambda model, size=size: SHAPES[size])
+        cfg, hardware = recipe("grpo_gsm8k", f"+recipe={name}"), there(machine, gpu)
+        changes = automatic.choose([cfg], script != "grpo.py", hardware).changes
+        preflight.report(apply(cfg, changes), script != "grpo.py", hardware)
+        (line,) = re.findall(r"^1\. (.*)$", capsys.readouterr().out, re.MULTILINE)
+        words, *numbers = re.split("  +", line)
+        gpus = (
+            f"{len(hardware.gpus)} x {gpu.removeprefix('NVIDIA ').removeprefix('GeForce ').split(' 80GB')[0]}"
+        )
+        rows.append(f"| `{name}` | {gpus} | `{script}` | {words} | {' | '.join(numbers)} |")
+    page = (ROOT / "docs/devices.md").read_text()
+    assert re.findall(r"^\| `gpu_.*$", page, re.MULTILINE) == rows, "\n".join(rows)
 
 
 def test_one_gpu_compares_sleep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,8 +261,9 @@ class InferenceModelConfig:
     )
     gpu_memory_utilization: PositiveShare | None = key(
         None,
-        "Share of a GPU's memory that vLLM or SGLang takes. null means 0.85 of a GPU of its own, and 0.4 if "
-        "another role is on the GPU, or may be, because ray.address names a cluster.",
+        "Share of a GPU's memory that vLLM or SGLang takes. null means 0.85 of a GPU of its own. Beside the "
+        "trainer it means the share with the shortest predicted round (docs/devices.md), or 0.4 if that is "
+        "unknown or ray.address names a cluster.",
     )
     kv_cache_gib: PositiveInt = key(
         1,
