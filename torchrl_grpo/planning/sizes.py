@@ -66,7 +66,7 @@ def choose(cfg: Config, request: Request, hardware: Hardware, shape: ModelShape 
 
 def _variants(usual: Planned, request: Request) -> Iterator[Planned]:
     """Yield plans with the shares and the sleep that the configuration leaves open, if vLLM shares GPUs."""
-    plan, cfg = usual.plan, usual.cfg
+    plan = usual.plan
     if not plan.colocated or not usual.vllm_on_gpus:
         return
     for sleeps in {False, plan.sleeps} if request.sleep is None else (plan.sleeps,):
