@@ -34,8 +34,7 @@ def _a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_size(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (automatic, preflight):
-        monkeypatch.setattr(module, "read_shape", lambda model: SHAPES[size])
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES[size])
 
 
 def plan(overrides: str, asynchronous: bool, there: Hardware) -> tuple[str, Planned]:
@@ -285,8 +284,7 @@ def test_a_trainer_in_python_holds_shards_and_says_so(
 
 
 def test_a_model_of_unknown_size_shares_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (automatic, preflight):
-        monkeypatch.setattr(module, "read_shape", lambda model: Unknown("no config.json"))
+    monkeypatch.setattr(preflight, "read_shape", lambda model: Unknown("no config.json"))
     found, planned = plan("model.name=some/model", False, EIGHT)
     assert found == "train_model.num_devices=4 inference_model.num_devices=4"
     assert not planned.plan.colocated

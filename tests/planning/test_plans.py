@@ -49,8 +49,7 @@ def there(machine: str, name: str = "NVIDIA H100 80GB HBM3") -> Hardware:
 def chosen(
     cfg: Config, size: str, asynchronous: bool, machine: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> Planned:
-    for module in (automatic, preflight):
-        monkeypatch.setattr(module, "read_shape", lambda model: SHAPES[size])
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES[size])
     changes = automatic.choose([cfg], asynchronous, machine).changes
     return preflight.make(apply(cfg, changes), asynchronous, machine)
 
@@ -220,8 +219,7 @@ def test_a_dry_run_compares_the_best_two_plans(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg, hardware = recipe("grpo_gsm8k", "+recipe=gpu_8x80gb"), there("8x80")
-    for module in (automatic, preflight):
-        monkeypatch.setattr(module, "read_shape", lambda model: SHAPES["7B"])
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES["7B"])
     choice = automatic.choose([cfg], False, hardware)
     preflight.report(apply(cfg, choice.changes), False, hardware, choice.other)
     *_, why, head, first, second = capsys.readouterr().out.splitlines()
@@ -248,8 +246,7 @@ def test_the_pages_table_is_what_is_predicted(
 ) -> None:
     rows = []
     for (name, size, machine, gpu), script in itertools.product(PAGE, ("grpo.py", "grpo-async.py")):
-        for module in (automatic, preflight):
-            monkeypatch.setattr(module, "read_shape", lambda model, size=size: SHAPES[size])
+        monkeypatch.setattr(preflight, "read_shape", lambda model, size=size: SHAPES[size])
         cfg, hardware = recipe("grpo_gsm8k", f"+recipe={name}"), there(machine, gpu)
         changes = automatic.choose([cfg], script != "grpo.py", hardware).changes
         preflight.report(apply(cfg, changes), script != "grpo.py", hardware)

@@ -8,7 +8,7 @@ the prediction of memory, so most rounds take less. The constants are of one H10
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrl_grpo.config.derived import optim_batch_size
 from torchrl_grpo.config.values import Proximal
@@ -130,7 +130,8 @@ class _Work:
         seconds = self._passes(plan.num_ranks, backward=False) if of_trainer else 0.0
         if plan.reference.placement in ("off", "cluster"):
             return seconds
-        return seconds + self._passes(max(1, len(plan.reference.devices)), backward=False)
+        frozen = _Work(replace(self.planned, shape=memory.frozen_shape(cfg, self.shape)))
+        return seconds + frozen._passes(max(1, len(plan.reference.devices)), backward=False)
 
     def train(self) -> float:
         """Return the seconds of all optimizer steps of a round."""

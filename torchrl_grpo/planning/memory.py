@@ -105,8 +105,8 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     divided = kind in SHARDS or kind in ZERO_STAGES
     trained = (part if divided else 1.0) * FLOAT * shape.parameters * (ADAPTER_SHARE if lora else 1.0)
     varlen = uses_varlen(cfg, role.devices, hardware)
-    checkpointing, compiled = cfg.train_model.gradient_checkpointing, cfg.train_model.compile
-    kept, work = activations(shape, load, checkpointing, half, device, varlen, compiled)
+    layer = kept_by_layer(shape, load, half, device, varlen, cfg.train_model.compile)
+    kept, work = _activations(shape, load, cfg.train_model.gradient_checkpointing, device, layer)
     masks = 0.0 if varlen else mask_bytes(load, half, device)
     copies = _copies(cfg, shape, half, kind if part < 1 else "ddp")
     # The gradient of the output head exists as a whole before it is accumulated. At the end of the backward
@@ -252,17 +252,10 @@ def kept_by_layer(
     return load.tokens * (20 * h + 2 * mlp) + 3 * attention
 
 
-def activations(
-    shape: ModelShape,
-    load: Workload,
-    checkpointing: bool,
-    half: bool,
-    device: str,
-    varlen: bool = False,
-    compiled: bool = False,
+def _activations(
+    shape: ModelShape, load: Workload, checkpointing: bool, device: str, layer: float
 ) -> tuple[float, float]:
     """Return the bytes that are kept for the backward pass, and the bytes that it needs in addition."""
-    layer = kept_by_layer(shape, load, half, device, varlen, compiled)
     edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, inputs of the output head
     work = FLOAT * load.tokens * (4 * shape.mlp + 4 * shape.hidden)
     if checkpointing:
@@ -363,7 +356,7 @@ def _generation(cfg: Config, shape: ModelShape, load: Workload, element: int) ->
 def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware: Hardware) -> list[Row]:
     role, name = plan.reference, "teacher" if plan.teaches else "reference"
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
-    shape = _teacher_shape(cfg) or shape
+    shape = frozen_shape(cfg, shape)
     weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, hardware))
     work = FLOAT * (load.tokens * _forward_width(shape) + HEAD_BLOCK[device] * _HEAD_BLOCKS)
     if role.own_process:
@@ -372,13 +365,14 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     return [rows[0], Row(name, "prepare", role.devices, weights, activations=work), rows[1]]
 
 
-def _teacher_shape(cfg: Config) -> ModelShape | None:
+def frozen_shape(cfg: Config, shape: ModelShape) -> ModelShape:
+    """Return the shape of the reference model, which is ``shape``, or of the teacher in its place."""
     teacher = teacher_of(cfg)
     if teacher is None:
-        return None
-    shape = read_teacher_shape(teacher.name, teacher.cache_dir)
-    assert isinstance(shape, ModelShape), "without it nothing is predicted"
-    return shape
+        return shape
+    known = read_teacher_shape(teacher.name, teacher.cache_dir)
+    assert isinstance(known, ModelShape), "without it nothing is predicted"
+    return known
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def _variants(usual: Planned, request: Request) -> Iterator[Planned]:
     for sleeps in {False, plan.sleeps} if request.sleep is None else (plan.sleeps,):
         for share in _shares(usual, request):
             changed = replace(request, sleep=sleeps, gpu_memory_utilization=share)
-            yield place_roles(cfg, changed, usual.hardware, usual.shape)
+            yield place_roles(usual.cfg, changed, usual.hardware, usual.shape)
 
 
 def _shares(usual: Planned, request: Request) -> list[float]:
