@@ -259,7 +259,7 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
         ("dtype=bfloat16", "write train_model.autocast=bf16 instead"),
         (
             "num_devices=2",
-            "write train_model.num_devices=2, ref_model.num_devices=2, teacher_model.num_devices=2 or inference",
+            "write train_model.num_devices=2, ref_model.num_devices=2, teacher_model.num_devices=2 or",
         ),
         # What chooses one of several files.
         ("env.name=gsm8k", "write env=gsm8k instead"),

@@ -16,6 +16,7 @@ import hydra
 import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
@@ -26,7 +27,7 @@ _FOLDERS = (_CONFIG, str(Path(hydra.__file__).parent))
 
 def compose_once(patch: pytest.MonkeyPatch) -> None:
     """Keep what has been parsed, selected and merged. Files in other folders are read each time."""
-    load, select = OmegaConf.load, config_loader_impl.create_defaults_list
+    load, select = OmegaConf.load, create_defaults_list
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
     parsed, selected, merged = dict[str, Any](), dict[Hashable, Any](), dict[Hashable, bytes]()
 

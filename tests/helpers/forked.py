@@ -132,8 +132,9 @@ def run_launcher(module: str, *words: object, cwd: Path) -> Finished:
 
 def forks() -> list[psutil.Process]:
     """All processes of this module that run, with ranks of launchers."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    return psutil.Process(server._forkserver_pid).children(recursive=True)
+    server: Any = forkserver._forkserver
+    running: list[psutil.Process] = psutil.Process(server._forkserver_pid).children(recursive=True)
+    return running
 
 
 class ForkedPopen:

@@ -154,7 +154,7 @@ def test_files_that_no_run_wrote_end_nothing(tmp_path: Path) -> None:
         {"step": 10, "eval/accuracy": 0.5, "eval/accuracy_low": "low"},
     ]
     write_lines(tmp_path / "2/metrics.jsonl", rows)
-    grades = [{"step": 10, "id": [1], "grade": float("nan")}, {"step": 3, "grade": 1}]
+    grades: list[dict[str, Any]] = [{"step": 10, "id": [1], "grade": float("nan")}, {"step": 3, "grade": 1}]
     write_lines(tmp_path / "2/evaluations.jsonl", [*grades, {"step": 10, "id": {}, "grade": 10**400}])
     main([str(tmp_path)])
     third = read_sweep(tmp_path)[2]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_a_hopeless_trial_is_asked_to_save_itself_and_is_not_run_again(tmp_path:
 class Interrupted(_Run):
     """A run of trials without Ray: the first trial runs when a signal comes, and ends at the next look."""
 
-    def __init__(self, folder: Path, trials: Sequence[_Trial], come: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, trials: list[_Trial], come: Callable[[], None]) -> None:
         super().__init__(folder, trials, OPTIONS)
         self.come = come
         self.sent: list[tuple[str, str, int]] = []
