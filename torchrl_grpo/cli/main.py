@@ -169,7 +169,7 @@ class _CommandLine:
         self.reported: list[UserError] = []
         # The only job of the command line and its overrides, once composed.
         self._composed: tuple[list[str], Job] | None = None
-        # The next best division of the GPUs, which a dry run compares with the chosen one.
+        # The next best division of the GPUs for the only job. A dry run compares it with the chosen one.
         self._other_plan: Planned | None = None
         # Folder that the command reads or writes, for errors of the system; None before it is known.
         self.run_folder: Path | None = None
@@ -270,7 +270,7 @@ class _CommandLine:
 
         configs = [resolve_job(job.node, self.command.check) for job in self._jobs()]
         choice = automatic.choose(configs, self.command.asynchronous, hardware.present())
-        self._other_plan = choice.other
+        self._other_plan = choice.other if len(configs) == 1 else None
         self.args.overrides += automatic.overrides(choice.changes)
         self.words += automatic.overrides(choice.changes)
         sys.stdout.write(automatic.written(choice.changes))
