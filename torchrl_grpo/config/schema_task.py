@@ -72,15 +72,20 @@ class EnvConfig:
     environment: str | None = key(
         None,
         "Environment in which a response is an episode of several turns: "
-        f"{', '.join(ENVIRONMENTS)}, or a class of your own, FILE.py:CLASS or PACKAGE.MODULE:CLASS. null is "
-        "one turn, unless there are tools.",
+        f"{', '.join(ENVIRONMENTS)}, a class of your own, FILE.py:CLASS or PACKAGE.MODULE:CLASS, or an "
+        "OpenEnv server, openenv:URL or openenv:COMMAND. null is one turn, unless there are tools.",
     )
     environment_args: dict[str, Any] = key({}, "Arguments of the environment.", only_with="env.environment")
     tools: list[str] = key(
         [],
-        f"Tools that the model may call in a response: {', '.join(TOOLS)}, or functions of your own, e.g. "
-        "[calculator, my_tools.py:search]. A chat template that loses calls or their results is refused at "
-        "the start.",
+        f"Tools that the model may call in a response: {', '.join(TOOLS)}, functions of your own, or "
+        "servers of tools, mcp:URL or mcp:COMMAND, e.g. [calculator, my_tools.py:search]. A chat template "
+        "that loses calls or their results is refused at the start.",
+    )
+    allowed_tools: list[str] = key(
+        [],
+        "Names of the tools that the model may call of those that mcp:... and openenv:... servers offer; [] "
+        "means all of them.",
     )
     max_turns: PositiveInt = key(
         8, "With an environment or tools: largest number of the model's turns in a response."

@@ -140,10 +140,10 @@ class ControlTokens:
 
         # With marks around each text too, nothing but the template's own tokens is left.
         safe = marked(edge=_MARK)
-        own = self._found(safe)
+        own = self.in_text(safe)
         # A template may look for tags in messages of the assistant, for example to take reasoning out.
         for text in (marked(except_for="assistant"), marked()):
-            if self._found(text) == own:
+            if self.in_text(text) == own:
                 return text
         return safe
 
@@ -175,6 +175,10 @@ class ControlTokens:
             if token in text and not any(token in trusted_text for trusted_text in trusted)
         }
 
+    def in_text(self, text: str) -> list[str]:
+        """Return the control tokens in a text."""
+        return self._control.findall(self._normalized(text))
+
     def note_on(self, problems: Problems, with_solutions: bool) -> str | None:
         """Return a message about the problems whose text is broken; None if there are none.
 
@@ -201,20 +205,16 @@ class ControlTokens:
         if example.trusted is None:
             return []
         middles = [_split(text, example.trusted)[1] for text in _texts(example.messages)]
-        in_messages = [token for text in middles for token in self._found(text)]
+        in_messages = [token for text in middles for token in self.in_text(text)]
         in_solution = self._not_learned(example.solution, example.trusted) if with_solution else set()
         return [*in_messages, *sorted(in_solution)]
-
-    def _found(self, text: str) -> list[str]:
-        """Return the control tokens in a text."""
-        return self._control.findall(self._normalized(text))
 
     def _normalized(self, text: str) -> str:
         return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
 
     def _is_risky(self, text: str, trusted: Sequence[str]) -> bool:
         middle = _split(text, trusted)[1]
-        if self._found(middle):
+        if self.in_text(middle):
             return True
         middle = self._normalized(middle)
         sizes = range(1, min(self._longest, len(middle) + 1))

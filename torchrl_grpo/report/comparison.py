@@ -28,6 +28,7 @@ DATA = (
 )
 # How a response is asked for and graded.
 MEASURING = (
+    "env.allowed_tools",
     "env.answer_format",
     "env.environment_args",
     "env.max_turns",

@@ -14,6 +14,7 @@ from torchrl_grpo.config.derived import has_episodes, reward_weights
 from torchrl_grpo.config.judges import check_model_reward, is_model, is_ranking
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import OF_A_DATASET
+from torchrl_grpo.config.remote import MCP, OPENENV, check_remote, is_remote
 from torchrl_grpo.runtime import user_code
 
 if TYPE_CHECKING:
@@ -88,13 +89,21 @@ def _check_name(
 
 def _check_episodes(cfg: Config) -> None:
     env = cfg.env
-    if env.environment is not None:
+    if env.environment is not None and is_remote(env.environment):
+        check_remote("env.environment", env.environment, env.environment, OPENENV)
+    elif env.environment is not None:
         _check_name("env.environment", env.environment, env.environment, ENVIRONMENTS, "class")
     for tool in env.tools:
-        _check_name("env.tools", env.tools, tool, TOOLS)
+        if is_remote(tool):
+            check_remote("env.tools", env.tools, tool, MCP)
+        else:
+            _check_name("env.tools", env.tools, tool, TOOLS)
     if len(set(env.tools)) != len(env.tools):
         once = show(list(dict.fromkeys(env.tools)))
         raise bad_value("env.tools", env.tools, "it names a tool twice", f"env.tools={once}")
+    if env.allowed_tools and not any(map(is_remote, (*env.tools, env.environment or ""))):
+        wrong = "no server offers tools, and of the others env.tools names each"
+        check_unset(cfg, "env", "allowed_tools", wrong, also=", or env.tools=[mcp:COMMAND]")
     if not has_episodes(cfg):
         return
     key = "env.environment" if env.environment is not None else "env.tools"

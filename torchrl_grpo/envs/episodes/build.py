@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,14 +11,19 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import ENVIRONMENTS, load_built_in
 from torchrl_grpo.config.derived import has_episodes
+from torchrl_grpo.config.remote import is_remote
 from torchrl_grpo.data.problems import Problems, separate_prompts
+from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
-from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, UserCodeSpec
+from torchrl_grpo.envs.episodes.offers import Offer, check_available, offer_of, open_host
+from torchrl_grpo.envs.episodes.openenv.arguments import OpenEnvArguments
+from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.tools import python_tool
 from torchrl_grpo.envs.episodes.tools.call_formats import ToolCall
 from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
+from torchrl_grpo.envs.episodes.tools.offered import check_text
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.tools.tool import Tool
 from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
 
     from torchrl_grpo.data.example import Example
 
+# More sessions are not tried at the start. Each takes a file of this process.
+_MOST_SESSIONS = 256
 _NO_TOOLS = ToolUse(False, CallReader(), None)
 
 
@@ -42,8 +50,13 @@ def check_environment(cfg: Config) -> None:
         ConfigError: one cannot be loaded, or this machine cannot run it.
     """
     _load_tools(cfg)
+    check_available(cfg)
     name = cfg.env.environment
     if name is None:
+        return
+    if is_remote(name):
+        user_code.check_arguments(OpenEnvArguments, cfg.env.environment_args, "env.environment_args")
+        OpenEnvArguments(**cfg.env.environment_args)
         return
     environment = _find_environment(name)
     user_code.check_arguments(environment, cfg.env.environment_args, "env.environment_args")
@@ -64,7 +77,8 @@ def _find_environment(name: str) -> Callable[..., Environment]:
 
 
 def _load_tools(cfg: Config) -> list[Tool]:
-    tools = load_tools(cfg.env.tools)
+    """Load the tools that this process can describe: all but those of servers."""
+    tools = load_tools([spec for spec in cfg.env.tools if not is_remote(spec)])
     if any(tool.spec == "python" for tool in tools):
         why = python_tool.why_unavailable()
         if why is not None:
@@ -92,13 +106,28 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
     """
     if not has_episodes(cfg):
         return problems
-    schemas = [tool.schema for tool in _load_tools(cfg)]
-    use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
-    reset, close = _prompt_of(cfg)
+    # The functions of tools are not called here.
+    host = open_host(cfg, [])
+    try:
+        evaluated = len(problems.held_out) * (cfg.eval.samples or 1)
+        count = min(max(cfg.env.num_envs * cfg.env.repeats, evaluated), _MOST_SESSIONS)
+        offer = offer_of(cfg, _load_tools(cfg), host, count)
+        for tool in offer.tools:
+            if tool.is_remote:
+                text = json.dumps(tool.schema, ensure_ascii=False)
+                check_text(tool, control_tokens(tokenizer).in_text(text))
+        schemas = [tool.schema for tool in offer.tools]
+        use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
+        reset = _prompt_of(cfg, offer, host)
 
-    def started(examples: Sequence[Example]) -> list[Example]:
-        # An environment is always reset with the messages of the data set.
-        return [replace(reset(example), source_messages=example.messages) for example in examples]
+        def started(examples: Sequence[Example]) -> list[Example]:
+            # An environment is always reset with the messages of the data set.
+            return [replace(reset(example), source_messages=example.messages) for example in examples]
+
+        problems = replace(problems, train=started(problems.train), held_out=started(problems.held_out))
+    finally:
+        if host is not None:
+            host.close()
 
     def with_tools(example: Example) -> Example:
         if use.is_native:
@@ -114,10 +143,6 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
         trusted = None if example.trusted is None else [*example.trusted, tools]
         return replace(example, messages=messages, trusted=trusted)
 
-    try:
-        problems = replace(problems, train=started(problems.train), held_out=started(problems.held_out))
-    finally:
-        close()
     problems = separate_prompts(problems, f"env.environment={cfg.env.environment}")
     train, held_out = map(with_tools, problems.train), map(with_tools, problems.held_out)
     return replace(problems, train=list(train), held_out=list(held_out))
@@ -128,35 +153,24 @@ def _token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     return token_id
 
 
-def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], None]]:
-    """Return a function that gives an example the messages of its environment, and one that ends it."""
-    if cfg.env.environment is None or cfg.env.environment in ENVIRONMENTS:
+def _prompt_of(cfg: Config, offer: Offer, host: EpisodeHost | None) -> Callable[[Example], Example]:
+    """Return a function that gives an example the messages of its environment."""
+    if host is None or cfg.env.environment is None or cfg.env.environment in ENVIRONMENTS:
         # The built-in ones keep the messages of the example.
-        return lambda example: example, lambda: None
-    host = EpisodeHost(_user_code(cfg, []))
+        return lambda example: example
     process = host.start_episode()
 
     def reset(example: Example) -> Example:
+        payload = {"do": "reset", "example": example.plain(), "form": offer.form}
         try:
-            messages = process.call({"do": "reset", "example": example.plain()}, cfg.env.tool_timeout_s)
+            messages = process.call(payload, cfg.env.tool_timeout_s)
         except CallError as error:
             raise ConfigError(
                 f"env.environment={cfg.env.environment!r}: reset failed on {example.id}: {error}; correct it"
             ) from error
         return replace(example, messages=messages) if messages else example
 
-    return reset, host.close
-
-
-def _user_code(cfg: Config, tools: list[Tool]) -> UserCodeSpec:
-    environment = cfg.env.environment
-    return UserCodeSpec(
-        environment=None if environment in ENVIRONMENTS else environment,
-        environment_args=dict(cfg.env.environment_args),
-        tools=[tool.spec for tool in tools if tool.run is None],
-        max_characters=cfg.env.max_tool_characters,
-        has_tools=bool(cfg.env.tools),
-    )
+    return reset
 
 
 def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> SteppingEngine:
@@ -174,7 +188,25 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
     if not has_episodes(cfg):
         return engine
     tokenizer = loading.load_tokenizer(loading.resolve(cfg.model), cfg.model)
-    tools = _load_tools(cfg)
+    own_tools = _load_tools(cfg)
+    host = open_host(cfg, own_tools)
+    try:
+        return _with_host(cfg, engine, tokenizer, max_episodes, host, offer_of(cfg, own_tools, host))
+    except BaseException:
+        if host is not None:
+            host.close()
+        raise
+
+
+def _with_host(
+    cfg: Config,
+    engine: SteppingEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    max_episodes: int,
+    host: EpisodeHost | None,
+    offer: Offer,
+) -> SteppingEngine:
+    tools = offer.tools
     schemas = [tool.schema for tool in tools]
     use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
     # The prompt has these tools too, and some tokenizers use another chat template if there are tools.
@@ -188,9 +220,7 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
         if use.turn is not None:
             result["tool_call_id"] = use.turn.message.id_of(ToolCall(tools[0].name, {}), 0)
         turn_tokens.between((*ends_call, tokenizer.eos_token_id)[0], [result])
-    spec = _user_code(cfg, tools)
-    in_own_process = spec.environment is not None
-    host = EpisodeHost(spec) if in_own_process or spec.tools else None
+    in_own_process = cfg.env.environment not in (None, *ENVIRONMENTS)
     make = None
     if cfg.env.environment in ENVIRONMENTS:
         make = partial(_find_environment(cfg.env.environment), **cfg.env.environment_args)
@@ -203,6 +233,7 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
         max_characters=cfg.env.max_tool_characters,
         reader=use.reader,
         call_turn=use.turn,
+        form=offer.form,
     )
     return EpisodeEngine(
         engine,

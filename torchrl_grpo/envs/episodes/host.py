@@ -23,14 +23,18 @@ import signal
 import socket
 import sys
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torchrl_grpo.config.remote import is_remote
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes import torchrl_env
 from torchrl_grpo.envs.episodes.types import cut, messages_from, step_from
 from torchrl_grpo.runtime import user_code
 from torchrl_grpo.runtime.json_channel import attempt, line
 from torchrl_grpo.runtime.supervised import adopt_orphans, die_with_parent, own_children
+
+if TYPE_CHECKING:
+    from torchrl_grpo.envs.episodes.openenv.client import OpenEnvClient
 
 
 class Host:
@@ -60,6 +64,8 @@ class Host:
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ, True)
             selector.register(wake, selectors.EVENT_READ, False)
+            # What has ended before the signal had its handler.
+            self._reap()
             while True:
                 for key, _ in selector.select():
                     if not key.data:
@@ -75,6 +81,7 @@ class Host:
             return False
         episode = int(_line(self._control))
         if command == b"E":
+            self._code.start_server()
             # If there is no room for a process, the parent sees that the socket is closed.
             child = _fork()
             if child == 0:
@@ -99,7 +106,10 @@ class Host:
         with contextlib.suppress(ChildProcessError):
             while child := os.waitpid(-1, os.WNOHANG)[0]:
                 self._children = {name: number for name, number in self._children.items() if number != child}
+                self._code.start_server(ended=child)
         for orphan in own_children() - set(self._children.values()) - self._kept:
+            if self._code.keeps(orphan):
+                continue
             # A process that an episode moved out of its process group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(orphan, signal.SIGKILL)
@@ -147,15 +157,24 @@ class UserCode:
 
     Args:
         spec: ``environment`` (a name as in ``env.environment``, or None), ``environment_args`` and ``tools``,
-            names as in ``env.tools``; ``max_characters`` of the result of a tool; ``has_tools``, whether
-            there are tools of any kind.
+            names as in ``env.tools``; ``limit_s`` of a call; ``max_characters`` of the result of a tool;
+            ``has_tools``, whether there are tools of any kind.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec = spec
         name = spec["environment"]
-        self._environment = None if name is None else user_code.load(name, "env.environment")
-        self._tools = {name: user_code.load(name, "env.tools") for name in spec["tools"]}
+        self._open_env: OpenEnvClient | None = None
+        self._environment: Any = None
+        if name is not None and is_remote(name):
+            # Imported here, because it is an extra.
+            from torchrl_grpo.envs.episodes.openenv.client import OpenEnvClient
+
+            limits = (spec["limit_s"], spec["max_characters"])
+            self._open_env = OpenEnvClient(name, spec["environment_args"], *limits)
+        elif name is not None:
+            self._environment = user_code.load(name, "env.environment")
+        self._tools = {name: _load_tool(name) for name in spec["tools"]}
         self._episode: Any = None
         self._started_tools: dict[str, Any] = {}
 
@@ -169,18 +188,73 @@ class UserCode:
 
     def _run(self, payload: dict[str, Any]) -> Any:
         kind = payload["do"]
+        if kind == "describe":
+            return self._describe(payload["limit_s"], payload["count"])
         if kind == "reset":
             example = Example(**payload["example"])
-            self._episode = self._create_environment(example)
-            returned = user_code.call(self._episode.reset, example)
+            if self._open_env is None:
+                self._episode = self._create_environment(example)
+            else:
+                if self._episode is not None:
+                    self._episode.close()
+                self._episode = self._open_env.episode(payload["form"])
+            returned = self._call_environment("reset", example)
             return messages_from(returned, "what reset returned")
         if kind == "step":
-            step = step_from(user_code.call(self._episode.step, payload["message"]))
+            step = step_from(self._call_environment("step", payload["message"]))
             return [step.messages, step.reward, step.done]
+        if kind == "act":
+            step, failed = self._call_environment("call_tool", payload["tool"], payload["arguments"])
+            return [
+                "\n".join(message["content"] for message in step.messages),
+                step.reward,
+                step.done,
+                failed,
+            ]
+        if kind == "connect":
+            return user_code.call(self._tool(payload["tool"]).connect)
+        if is_remote(payload["tool"]):
+            server = self._tool(payload["tool"])
+            text, failed = user_code.call(server.call, payload["name"], payload["arguments"])
+            if failed:
+                raise user_code.UserCodeError(cut(text, self._spec["max_characters"]))
+            return cut(text, self._spec["max_characters"])
         result = user_code.call(self._tool(payload["tool"]), **payload["arguments"])
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         # Here, so that a long result does not travel.
         return cut(text, self._spec["max_characters"])
+
+    def _describe(self, limit_s: float, count: int) -> dict[str, Any]:
+        """Return what the servers offer: of the environment, and of each server of tools by its name."""
+        environment = None
+        if self._open_env is not None:
+            environment = _call_client(self._open_env.describe, limit_s, count)
+        servers = {
+            name: make(name, shows_errors=True) for name, make in self._tools.items() if is_remote(name)
+        }
+        tools = {name: user_code.call(server.tools) for name, server in servers.items()}
+        return {"environment": environment, "tools": tools}
+
+    def start_server(self, ended: int | None = None) -> None:
+        """Start the environment's server again if it has ended.
+
+        Args:
+            ended: process id of a child that has ended; None to look at what is known.
+        """
+        server = None if self._open_env is None else self._open_env.server
+        if server is not None and ended is None:
+            server.start_if_ended()
+        elif server is not None and server.process == ended:
+            server.has_ended()
+
+    def keeps(self, process: int) -> bool:
+        """Whether a child is the environment's server."""
+        server = None if self._open_env is None else self._open_env.server
+        return server is not None and server.process == process
+
+    def _call_environment(self, method: str, *arguments: Any) -> Any:
+        call = user_code.call if self._open_env is None else _call_client
+        return call(getattr(self._episode, method), *arguments)
 
     def _create_environment(self, example: Example) -> Any:
         make, arguments = self._environment, dict(self._spec["environment_args"])
@@ -201,8 +275,31 @@ class UserCode:
             return tool
         # A tool that is a class has a state of its own in each episode.
         if name not in self._started_tools:
-            self._started_tools[name] = user_code.call(tool)
+            made = self._tools[name](name) if is_remote(name) else user_code.call(tool)
+            self._started_tools[name] = made
         return self._started_tools[name]
+
+
+def _call_client(function: Any, *arguments: Any) -> Any:
+    """Call the client of a server. Its errors need no line of code.
+
+    Raises:
+        UserCodeError: it raised.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise user_code.UserCodeError(str(error) or type(error).__name__) from error
+
+
+def _load_tool(name: str) -> Any:
+    """Load a function or a class of the user, or the class of a server of tools."""
+    if not is_remote(name):
+        return user_code.load(name, "env.tools")
+    # Imported here, because it is an extra.
+    from torchrl_grpo.envs.episodes.tools.mcp_server import McpServer
+
+    return McpServer
 
 
 def main(number: int) -> None:

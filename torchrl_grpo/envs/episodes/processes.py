@@ -31,6 +31,7 @@ class UserCodeSpec:
         environment: name as in ``env.environment``; None for none.
         environment_args: arguments of the environment.
         tools: names as in ``env.tools``.
+        limit_s: time limit of a call in seconds.
         max_characters: longest result of a tool, in characters.
         has_tools: whether the model has tools, built-in ones included.
     """
@@ -38,6 +39,7 @@ class UserCodeSpec:
     environment: str | None = None
     environment_args: dict[str, Any] = field(default_factory=dict)
     tools: list[str] = field(default_factory=list)
+    limit_s: float = 10.0
     max_characters: int = 2_000
     has_tools: bool = False
 

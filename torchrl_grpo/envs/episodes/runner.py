@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchrl_grpo.data.episode import EpisodeRecord
@@ -20,7 +20,6 @@ from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader
 from torchrl_grpo.envs.episodes.types import (
     Environment,
     EpisodeError,
-    Message,
     Step,
     cut,
     encodable,
@@ -29,6 +28,8 @@ from torchrl_grpo.envs.episodes.types import (
 )
 from torchrl_grpo.errors import TrainingStopped
 
+# Time that the server of a tool has to start, in seconds.
+CONNECT_LIMIT_S = 60.0
 # More calls in one message are refused: a model that repeats itself writes hundreds.
 _MOST_CALLS = 16
 # An OSError comes from a machine that has no process left for the python tool.
@@ -46,6 +47,7 @@ class RunnerOptions:
         make_environment: function that makes a built-in environment; None for none.
         in_own_process: whether the environment is the user's and runs in a process of the episode's own.
         host: process that forks those of the episodes; None if nothing of the user runs.
+        form: how actions of an OpenEnv environment are made; None for other environments.
         timeout_s: time limit of a call of a tool or of an environment.
         max_characters: longest result of a tool.
         reader: reads the calls in messages of the model.
@@ -60,6 +62,7 @@ class RunnerOptions:
     max_characters: int
     reader: CallReader = dataclasses.field(default_factory=CallReader)
     call_turn: CallTurn | None = None
+    form: Mapping[str, Any] | None = None
 
     @property
     def is_quick(self) -> bool:
@@ -125,10 +128,7 @@ class EpisodeRunner:
             self._reset()
         if calls:
             self.record.tool_calls += len(calls)
-            results = [self._message(call, number) for number, call in enumerate(calls)]
-            if self._options.call_turn is not None and self._options.call_turn.takes_one:
-                results = [{**results[0], "content": "\n".join(str(result["content"]) for result in results)}]
-            return Step(results)
+            return self._call_all(calls)
         if self._options.in_own_process:
             messages, reward, done = self._ask({"do": "step", "message": message}, "step")
             return Step(messages, reward, done)
@@ -137,13 +137,26 @@ class EpisodeRunner:
         with _as_episode_errors("step"):
             return step_from(self._environment.step(message))
 
+    def _call_all(self, calls: Sequence[ToolCall]) -> Step:
+        step = Step()
+        for number, call in enumerate(calls):
+            result = self._call(call, number)
+            step = Step([*step.messages, *result.messages], step.reward + result.reward, result.done)
+            if step.done:
+                break
+        if self._options.call_turn is not None and self._options.call_turn.takes_one:
+            content = "\n".join(str(result["content"]) for result in step.messages)
+            step.messages = [{**step.messages[0], "content": content}]
+        return step
+
     def _reset(self) -> None:
         self._started = True
         example = self._example
         if example.source_messages:
             example = dataclasses.replace(example, messages=example.source_messages, source_messages=[])
         if self._options.in_own_process:
-            messages = self._ask({"do": "reset", "example": example.plain()}, "reset")
+            payload = {"do": "reset", "example": example.plain(), "form": self._options.form}
+            messages = self._ask(payload, "reset")
         else:
             assert self._options.make_environment is not None
             with _as_episode_errors("reset"):
@@ -163,8 +176,9 @@ class EpisodeRunner:
                 self._environment_process = self._start_process()
             return self._environment_process.call(payload, self._options.timeout_s)
 
-    def _message(self, call: ToolCall, number: int) -> Message:
+    def _call(self, call: ToolCall, number: int) -> Step:
         failed, limit = call.error, self._options.max_characters
+        step = Step()
         content = ""
         if self._closed:
             failed = "the episode has ended"
@@ -172,7 +186,7 @@ class EpisodeRunner:
             failed = f"a message may have at most {_MOST_CALLS} calls"
         if failed is None:
             try:
-                content = self._run(call)
+                content, step = self._run(call)
             except TrainingStopped:
                 # It is a ValueError too, but no mistake of the model.
                 raise
@@ -189,9 +203,10 @@ class EpisodeRunner:
             message["name"] = name or "unknown"
             known = dataclasses.replace(call, name=message["name"])
             message["tool_call_id"] = self._options.call_turn.message.id_of(known, number)
-        return message
+        return Step([message], step.reward, step.done)
 
-    def _run(self, call: ToolCall) -> str:
+    def _run(self, call: ToolCall) -> tuple[str, Step]:
+        """Return the result of a call, and the reward and the end that a step of the environment gives."""
         tool = self._options.tools.get(call.name)
         if tool is None:
             raise CallError(f"there is no tool {call.name!r}; the tools are {', '.join(self._options.tools)}")
@@ -199,11 +214,20 @@ class EpisodeRunner:
         if wrong is not None:
             raise CallError(wrong)
         if tool.run is not None:
-            return tool.run(call.arguments, self._options.timeout_s)
+            return tool.run(call.arguments, self._options.timeout_s), Step()
+        payload = {"do": "tool", "tool": tool.spec, "name": tool.name, "arguments": call.arguments}
+        if tool.of_environment:
+            payload = {"do": "act", "tool": tool.name, "arguments": call.arguments}
+            content, reward, done, failed = self._ask(payload, "step")
+            if failed:
+                raise CallError(content)
+            return content, Step(reward=reward, done=done)
         if self._tool_process is None or self._tool_process.ended:
             self._tool_process = self._start_process()
-        payload = {"do": "tool", "tool": tool.spec, "arguments": call.arguments}
-        return str(self._tool_process.call(payload, self._options.timeout_s))
+        if tool.is_remote:
+            # A server that is started for this episode may take longer than a call.
+            self._tool_process.call({"do": "connect", "tool": tool.spec}, CONNECT_LIMIT_S)
+        return str(self._tool_process.call(payload, self._options.timeout_s)), Step()
 
     def _start_process(self) -> EpisodeProcess:
         assert self._options.host is not None

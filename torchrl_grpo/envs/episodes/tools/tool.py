@@ -20,6 +20,8 @@ class Tool:
         run: function of the arguments of a call and of its time limit in seconds, if the tool is built in;
             None if it runs in the process of an episode.
         is_quick: whether a call takes a moment at most, and need not run in another thread.
+        is_remote: whether a server of another program has it, to which its process must connect first.
+        of_environment: whether a call is a step of the environment.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Tool:
     schema: dict[str, Any]
     run: Callable[[Mapping[str, Any], float], str] | None
     is_quick: bool = False
+    is_remote: bool = False
+    of_environment: bool = False
 
 
 def make_schema(function: Callable[..., Any], spec: str, name: str | None = None) -> dict[str, Any]:

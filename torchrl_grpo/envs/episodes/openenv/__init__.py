@@ -1,0 +1,1 @@
+"""Episodes of OpenEnv environments, which run in servers of their own."""
