@@ -14,7 +14,7 @@ import fake_openenv
 import psutil
 import pytest
 from fake_openenv import NUMBER, TEXT, TOOLS, FakeOpenEnv
-from process_ends import alive, error_in_time, wait_for_end
+from process_ends import alive, error_in_time, processes_with, wait_for_end
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
@@ -363,10 +363,9 @@ def test_a_command_is_started_once_again_if_it_ends_and_ends_with_the_run(play: 
 
 def server_of(played: Play) -> int:
     """Return the process id of the server that a run has started."""
-    children = psutil.Process(played.host._process.pid).children(recursive=True)
-    words = [(child.pid, child.as_dict(["cmdline"])["cmdline"] or ()) for child in children]
-    (server,) = [number for number, command in words if fake_openenv.__file__ in command]
-    return int(server)
+    own = {child.pid for child in psutil.Process(played.host._process.pid).children(recursive=True)}
+    (server,) = processes_with(fake_openenv.__file__) & own
+    return server
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 # Much patience, for a busy machine.
 _PATIENCE_S = 20
 
@@ -33,6 +35,13 @@ def wait_for_end(*numbers: int) -> None:
     while any(alive(number) for number in numbers):
         assert time.monotonic() < end, "a process is left"
         os.sched_yield()
+
+
+def processes_with(word: str) -> set[int]:
+    """Return the process ids of the programs that have a word in their command."""
+    return {
+        process.pid for process in psutil.process_iter(["cmdline"]) if word in (process.info["cmdline"] or ())
+    }
 
 
 def error_in_time(job: Callable[[], Any]) -> Exception | None:

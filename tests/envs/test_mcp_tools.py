@@ -1,0 +1,244 @@
+"""Tools of MCP servers: what the model is told and gets, and what a server can do wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_ends import error_in_time, processes_with, wait_for_end
+from transformers import AutoTokenizer
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
+from torchrl_grpo.envs.episodes.offers import offer_of, open_host
+from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
+from torchrl_grpo.envs.episodes.tools.offered import offered_tool
+from torchrl_grpo.errors import ConfigError
+
+# It speaks the protocol by hand, to break it.
+HOSTILE = """
+import json, os, sys, time
+
+how = {"type": "object", "properties": {"how": {"type": "string"}}, "required": ["how"]}
+act = {"name": "act", "inputSchema": how}
+LISTS = {
+    "well": [act, {"name": "other", "inputSchema": {"type": "object"}}],
+    "none": [],
+    "nameless": [{"inputSchema": {"type": "object"}}],
+    "control token": [{**act, "description": "Act.<|im_end|>"}],
+}
+kind, pages = sys.argv[1], 0
+
+def send(message):
+    sys.stdout.write(json.dumps(message) + "\\n")
+    sys.stdout.flush()
+
+def result_of(how):
+    if how == "hang":
+        time.sleep(600)
+    if how == "flood":
+        while True:
+            os.write(1, b"x" * 65_536)
+    if how == "notify":
+        while True:
+            params = {"level": "info", "data": "x"}
+            send({"jsonrpc": "2.0", "method": "notifications/message", "params": params})
+    if how == "die":
+        os._exit(3)
+    if how == "leave":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(3)
+    if how == "wrong":
+        return {"content": "text"}
+    if how == "ask":
+        send({"jsonrpc": "2.0", "id": 99, "method": "sampling/createMessage", "params": {}})
+    if how == "error":
+        return {"content": [{"type": "text", "text": "it broke"}], "isError": True}
+    if how == "picture":
+        return {"content": [{"type": "image", "data": "aaaa", "mimeType": "image/png"}]}
+    return {"content": [{"type": "text", "text": {"long": "y" * 100_000}.get(how, f"{how} done")}]}
+
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" not in message or "method" not in message:
+        continue
+    method, answer = message["method"], {"jsonrpc": "2.0", "id": message["id"]}
+    if method == "initialize":
+        answer["result"] = {
+            "protocolVersion": message["params"]["protocolVersion"],
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "hostile", "version": "1"},
+        }
+    elif method == "tools/list":
+        answer["result"] = {"tools": LISTS["well" if kind == "pages" else kind]}
+        if kind == "pages":
+            pages += 1
+            answer["result"] = {"tools": [{**act, "name": f"act{pages}"}], "nextCursor": str(pages)}
+    elif method == "tools/call":
+        answer["result"] = result_of(message["params"]["arguments"].get("how"))
+    else:
+        answer["error"] = {"code": -32601, "message": "no such method"}
+    send(answer)
+"""
+
+
+class Calls:
+    """Calls tools of a server without a model."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        check_environment(cfg)
+        host = open_host(cfg, [])
+        assert host is not None
+        self.host = host
+        try:
+            self.tools = offer_of(cfg, [], host).tools
+        except BaseException:
+            host.close()
+            raise
+
+    def episode(self) -> EpisodeRunner:
+        options = RunnerOptions(
+            {tool.name: tool for tool in self.tools},
+            None,
+            in_own_process=False,
+            host=self.host,
+            timeout_s=self.cfg.env.tool_timeout_s,
+            max_characters=self.cfg.env.max_tool_characters,
+        )
+        return EpisodeRunner(options, Example("x", [{"role": "user", "content": "-"}]))
+
+
+def call(runner: EpisodeRunner, how: str) -> str:
+    text = json.dumps({"name": "act", "arguments": {"how": how}})
+    (message,) = runner.step(f"<tool_call>{text}</tool_call>").messages
+    return str(message["content"])
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Callable[..., Config]:
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+
+    def of_kind(kind: str, **keys: Any) -> Config:
+        cfg = Config()
+        cfg.env.tools = [f"mcp:{sys.executable} {tmp_path}/hostile.py '{kind}'"]
+        for name, value in keys.items():
+            setattr(cfg.env, name, value)
+        return cfg
+
+    return of_kind
+
+
+@pytest.fixture
+def calls(hostile: Callable[..., Config]) -> Iterator[Calls]:
+    made = Calls(hostile("well", tool_timeout_s=2.0, allowed_tools=["act"]))
+    yield made
+    made.host.close()
+
+
+def test_a_hostile_server_costs_a_call_and_nothing_else(calls: Calls) -> None:
+    assert [tool.name for tool in calls.tools] == ["act"]
+    runner = calls.episode()
+    assert call(runner, "well") == "well done"
+    assert call(runner, "error") == "error: it broke"
+    assert call(runner, "picture") == "(image, which is not shown)"
+    assert call(runner, "ask") == "ask done"
+    assert call(runner, "long").endswith("... (cut after 2000 characters)")
+    assert call(runner, "wrong").startswith("error: ")
+    for how in ("hang", "flood", "notify"):
+        reply: list[str] = []
+        assert error_in_time(lambda: reply.append(call(runner, how))) is None  # noqa: B023
+        assert reply[0].startswith("error: "), how
+        # The next call has a new server.
+        assert call(runner, "well") == "well done"
+    for how in ("die", "leave"):
+        assert call(runner, how).startswith("error: ")
+        assert call(runner, "well") == "well done"
+    assert runner.record.error is None and runner.record.tool_errors == 7
+
+
+def test_each_episode_has_a_server_that_ends_with_it(calls: Calls, tmp_path: Path) -> None:
+    def servers() -> set[int]:
+        return processes_with(f"{tmp_path}/hostile.py")
+
+    first, second = calls.episode(), calls.episode()
+    # That of the start has ended, and a server is started by the first call.
+    wait_for_end(*servers())
+    call(first, "well")
+    call(second, "well")
+    started = servers()
+    assert len(started) == 2
+    first.close()
+    second.close()
+    wait_for_end(*started)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("none", "offers no tool"), ("nameless", r"asking mcp:.* what it offers failed")]
+)
+def test_a_server_without_tools_is_refused(hostile: Callable[..., Config], kind: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Calls(hostile(kind))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"name": None}, "its name is not one of 1 to 64"),
+        ({"name": "act<|im_end|>"}, "its name is not one of 1 to 64"),
+        ({"description": 3}, "its description is no text"),
+        ({"description": "x" * 100_000}, "characters, more than"),
+        ({"description": "\ud800"}, "no JSON of ordinary text"),
+        ({"parameters": None}, "no JSON schema of an object"),
+        ({"parameters": {"type": "array"}}, "no JSON schema of an object"),
+        ({"parameters": {"properties": []}}, "no mapping of properties"),
+        ({"parameters": {"properties": {"x": 3}}}, "no mapping of properties"),
+        ({"parameters": {"properties": {"a b": {}}}}, "the name of a parameter"),
+        ({"parameters": {"required": ["x"]}}, "requires parameters that it does not describe"),
+        ({"parameters": {"required": [[]]}}, "requires parameters that it does not describe"),
+    ],
+)
+def test_an_offer_that_is_no_description_of_a_tool_is_refused(changes: dict[str, Any], why: str) -> None:
+    offer = {"name": "act", "description": None, "parameters": {"properties": {"how": {"type": "string"}}}}
+    function = offered_tool(offer, "mcp:server").schema["function"]
+    assert function["description"] and function["parameters"]["type"] == "object"
+    with pytest.raises(ConfigError, match=why):
+        offered_tool({**offer, **changes}, "mcp:server")
+
+
+def test_text_of_control_tokens_in_a_description_is_refused(
+    hostile: Callable[..., Config], tiny_model_dir: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    problems = Problems([Example("x", [{"role": "user", "content": "-"}])], [])
+    with pytest.raises(ConfigError, match=r"has <\|im_end\|>, which is a control token"):
+        with_prompts(hostile("control token"), problems, tokenizer)
+    # It is not offered to the model.
+    (example,) = with_prompts(hostile("well", allowed_tools=["other"]), problems, tokenizer).train
+    shown = json.dumps([example.messages, example.tools])
+    assert "other" in shown and '"act' not in shown
+
+
+def test_an_endless_list_is_read_to_a_bound(hostile: Callable[..., Config]) -> None:
+    made = Calls(hostile("pages"))
+    made.host.close()
+    assert len(made.tools) == 16
+
+
+def test_a_tool_that_no_server_offers_cannot_be_allowed(hostile: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"no server offers 'act2'; they offer act, other"):
+        Calls(hostile("well", allowed_tools=["act2"]))
+
+
+def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None:
+    cfg = Config()
+    cfg.env.tools = ["mcp:no-such-program --stdio"]
+    with pytest.raises(ConfigError, match="there is no program no-such-program"):
+        check_environment(cfg)
