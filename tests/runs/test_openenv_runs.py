@@ -1,10 +1,16 @@
-"""Whole runs whose episodes are played on an OpenEnv server."""
+"""Whole runs whose episodes are played on an OpenEnv server, or whose tools are those of an MCP server.
+
+OpenEnv's own servers have an environment of their own, which ``scripts/setup_openenv.sh`` makes.
+``OPENENV_PYTHON`` names its Python; without it their tests are skipped.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +20,59 @@ import pytest
 from fake_openenv import FakeOpenEnv
 from test_episode_runs import talk  # noqa: F401  fixture
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+from user_files import blocks_below, train_in
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.tools.verify_resume import read
 
 pytestmark = pytest.mark.slow
+PYTHON = os.environ.get("OPENENV_PYTHON")
+real = pytest.mark.skipif(PYTHON is None, reason="OPENENV_PYTHON names no environment with OpenEnv")
+
+# Two environments of OpenEnv's own classes, which log what happened in them. The server ends itself at the
+# steps that are asked for.
+GAMES = """
+import json, os, random, signal, sys, zlib
+import uvicorn
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+kind, log, ends, port = sys.argv[1], sys.argv[2], set(json.loads(sys.argv[3])), int(sys.argv[4])
+
+class Text(Action):
+    message: str
+
+class Number(Action):
+    number: int
+    unit: str = "m"
+
+class Shown(Observation):
+    text: str
+    left: int | None = None
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
+
+    def reset(self, seed=None, **parameters):
+        self.seed, self.actions, self.rewards = seed, [], []
+        return Shown(text=f"seed {seed}", metadata={"process": os.getpid()})
+
+    def step(self, action, **parameters):
+        self.actions.append(action.message if kind == "text" else action.number)
+        number = zlib.crc32(json.dumps([self.seed, self.actions]).encode())
+        self.rewards.append(number % 97 / 97)
+        with open(log, "a") as file:
+            file.write(json.dumps([self.seed, self.actions, self.rewards]) + "\\n")
+        if sum(1 for _ in open(log)) in ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left, done = 3 - len(self.actions), number % 3 == 0
+        return Shown(text=str(number), left=left, reward=self.rewards[-1], done=done)
+
+app = create_app(Game, Text if kind == "text" else Number, Shown, max_concurrent_envs=64)
+uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+"""
 
 
 @pytest.fixture
@@ -134,3 +188,81 @@ def test_episodes_that_fail_on_the_server_stop_no_run(
     ]
     assert 0 < len(errors) < 16 and all("it broke" in error for error in errors)
     assert line["episode/failed"] == len(errors) / 16
+
+
+@real
+@pytest.mark.integration
+@pytest.mark.float32
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("kind", ["text", "number"])
+def test_a_server_of_openenv_that_is_killed_ten_times_loses_and_doubles_nothing(
+    played: Config, train: Runner, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "games.py").write_text(GAMES)
+    ends = random.Random(kind).sample(range(5, 90), 10)
+    log = tmp_path / "log"
+    words = [PYTHON, tmp_path / "games.py", kind, log, f"'{json.dumps(ends)}'", "{port}"]
+    played.env.environment = f"openenv:{' '.join(map(str, words))}"
+    played.env.environment_args = {"observation": "text"}
+    if kind == "number":
+        played.env.environment_args = {"action": "number", "observation": ["text", "left"]}
+    played.env.tool_timeout_s = 300.0
+    lines = train("run", eval__frequency=0, eval__num_problems=0)
+    assert [line["episode/failed"] for line in lines] == [0] * 4
+    assert all(abs(line["policy/logprob_diff"]) < 1e-4 for line in lines)
+    rewards = {json.dumps([seed, actions]): sum(paid) for seed, actions, paid in map(json.loads, log.open())}
+    assert log.read_text().count("\n") > max(ends), "the server was not killed each time"
+    rows = read(tmp_path / "run/rollouts.jsonl")
+    for row in rows:
+        (seed,) = re.findall(r"seed (\d+)", row["prompt"])
+        messages = [message["content"] for message in row["messages"]]
+        said, heard = messages[::2], messages[1::2]
+        said = said[: len(heard)]
+        if kind == "number":
+            said = [
+                text for text, answer in zip(said, heard, strict=True) if not answer.startswith("error: ")
+            ]
+            said = [int(re.search(r"[-+]?\d{1,18}", text)[0]) for text in said]  # type: ignore[index]
+        expected = rewards[json.dumps([int(seed), said])] if said else 0.0
+        assert row["reward"] == pytest.approx(expected)
+    groups = Counter(row["group_id"] for row in rows)
+    assert set(groups.values()) == {4} and len(groups) == 16
+
+
+SMALL = [
+    "inference_model.backend=transformers",
+    "inference_model.max_model_len=900",
+    "inference_model.max_new_tokens=60",
+    "env.num_envs=2",
+    "env.repeats=4",
+    "train.total_dialog_turns=16",
+    "eval.num_problems=3",
+    "hydra.run.dir=run",
+]
+
+
+@real
+@pytest.mark.integration
+def test_the_openenv_server_of_the_documentation_trains(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    source, command_line = blocks_below(repo_root / "docs/openenv.md", "An OpenEnv environment", level=2)
+    (tmp_path / "echo_game.py").write_text(source)
+    # The virtual environment that the command names.
+    (tmp_path / ".venv-openenv").symlink_to(Path(str(PYTHON)).parents[1])
+    train_in(tmp_path, repo_root, command_line, [f"model.name={tiny_model_dir}", *SMALL, *format_words])
+    rows = read(tmp_path / "run/rollouts.jsonl")
+    assert len(rows) == 16 and all("exclamation mark" in row["prompt"] for row in rows)
+
+
+def test_the_mcp_server_of_the_documentation_trains(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    page = repo_root / "docs/openenv.md"
+    source, command_line = blocks_below(page, "Tools of an MCP server", level=2)
+    assert len([line for line in source.splitlines() if line.strip()]) <= 20
+    (tmp_path / "shop.py").write_text(source)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    train_in(tmp_path, repo_root, command_line, [f"model.name={tiny_model_dir}", *SMALL, *format_words])
+    rows = read(tmp_path / "run/rollouts.jsonl")
+    assert len(rows) == 16 and all("Look up the price of a good." in row["prompt"] for row in rows)
