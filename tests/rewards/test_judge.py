@@ -227,14 +227,14 @@ def test_an_endpoint_that_never_answers_costs_all_attempts_once() -> None:
 
 def test_a_judge_that_comes_back_is_asked_as_often_as_before() -> None:
     def answer(request: dict[str, Any], number: int) -> Reply:
-        # Nobody is there for two requests, then one is answered, and the next needs two attempts.
-        if number in (0, 1, 2, 3, 5):
+        # Nobody is there for one response. An error is an answer too, and the next needs two attempts again.
+        if number in (0, 1, 2, 5):
             return Reply(hangs_up=True)
-        return score_length(request, number)
+        return Reply(status=500) if number == 3 else score_length(request, number)
 
     with FakeJudge(answer) as judge:
         scores = score(judge, ["a", "ab", "abc", "abcd"], concurrency=1)
-    assert [bool(each.errors) for each in scores] == [True, True, False, False]
+    assert [bool(each.errors) for each in scores] == [True, False, False, False]
 
 
 def test_closing_ends_a_wait() -> None:

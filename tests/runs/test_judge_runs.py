@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fake_judge import FakeJudge, Reply, rank_length, responses, score_length
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import RewardCombination
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.job import evaluate
@@ -84,7 +86,11 @@ def test_a_run_goes_on_with_a_judge_that_fails_in_every_way(
 
 
 def test_a_run_goes_on_when_its_judge_is_gone(config: Config, train: Runner, tmp_path: Path) -> None:
-    """The judge answers the first evaluation and round only. What else there is to learn is learned then."""
+    """The judge answers the first evaluation and round only. What else there is to learn is learned then.
+
+    Each reward has advantages of its own here, and one that is missing has none.
+    """
+    config.policy.reward_combination = RewardCombination.apart
     problems: list[str] = []
 
     def answer(request: dict[str, Any], number: int) -> Reply:
@@ -105,7 +111,7 @@ def test_a_run_goes_on_when_its_judge_is_gone(config: Config, train: Runner, tmp
     assert (tmp_path / "run/summary.json").is_file()
     assert all("cannot be reached" in row["errors"]["quality"] for row in later)
     assert all(row["reward"] == pytest.approx(0.3 * row["rewards"]["bare_number"]) for row in later)
-    assert any(row["advantage"] for row in later)
+    assert all(math.isfinite(row["advantage"]) for row in later) and any(row["advantage"] for row in later)
 
 
 def test_an_evaluation_without_any_grade_is_an_error(config: Config) -> None:
