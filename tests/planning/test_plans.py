@@ -70,6 +70,8 @@ def every_plan(cfg: Config, size: str, asynchronous: bool, machine: Hardware) ->
         request = build_request(divided, asynchronous)
         if gpus == 1 and (ranks != "auto" or kind != "auto"):
             continue
+        if kind == Parallelism.fsdp2 and cfg.train_model.lora.rank > 0:
+            continue
         # Beside no trainer a share matters little, so fewer of them are enough there.
         shares = [step / 20 for step in (range(1, 18) if engines == "auto" else (5, 9, 13, 17))]
         for share, sleeps in itertools.product(shares, (False, True)):
@@ -95,13 +97,20 @@ def every_plan(cfg: Config, size: str, asynchronous: bool, machine: Hardware) ->
 
 CASES = list(itertools.product(("0.5B", "1.5B", "7B", "32B"), MACHINES, (False, True), TEXTS))
 CASES += [("1.5B", "1x80", True, "servers"), ("1.5B", "8x80", False, "servers")]
+# Where all weights are too many.
+ADAPTERS = [("1.5B", "1x24"), ("7B", "1x80"), ("7B", "8x80"), ("32B", "8x80")]
+CASES += [(*case, asynchronous, "adapters") for case in ADAPTERS for asynchronous in (False, True)]
 
 
 @pytest.mark.parametrize(("size", "machine", "asynchronous", "texts"), CASES)
 def test_no_plan_that_fits_is_much_faster(
     size: str, machine: str, asynchronous: bool, texts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = {**TEXTS, "servers": "inference_model.backend=vllm_server env.num_envs=64"}
+    words = {
+        **TEXTS,
+        "servers": "inference_model.backend=vllm_server env.num_envs=64",
+        "adapters": "env.num_envs=64 train_model.lora.rank=16 train_model.gradient_checkpointing=true",
+    }
     cfg, hardware = read(words[texts]), there(machine)
     planned = chosen(cfg, size, asynchronous, hardware, monkeypatch)
     steps = [cost.step for other in every_plan(cfg, size, asynchronous, hardware) if (cost := cost_of(other))]
