@@ -18,6 +18,7 @@ from torchrl_grpo.config.checks import validate
 from torchrl_grpo.data import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards import RewardSet, build_reward_set, eval_reward_name
+from torchrl_grpo.rewards import cli as rewards_cli
 from torchrl_grpo.rewards.registry import build_grader
 from torchrl_grpo.rewards.types import ResponseScore
 
@@ -426,6 +427,18 @@ def test_a_judge_that_ranks_does_not_grade() -> None:
     assert (
         grader.name == "other" and grade.metrics == {"primary": 1.0} and grade.score.parts == {"other": 1.0}
     )
+
+
+def test_a_rubric_is_tried_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "completions.jsonl"
+    path.write_text('{"question": "One?", "completion": "1234567890"}\n')
+    with FakeJudge(score_length) as judge:
+        args = {"quality": {"url": judge.url, "model": "m", "rubric": "It is long."}}
+        words = ["--dataset", "jsonl", "--function", "quality=judge", "--function-args", json.dumps(args)]
+        assert rewards_cli.main([*words, str(path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["parts"] == {"quality": 1.0}
+    assert json.loads(json.loads(line)["verdicts"]["quality"])["reason"] == "10 characters"
 
 
 FULL_URL = "http://127.0.0.1:8000/v1"

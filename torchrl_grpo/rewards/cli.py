@@ -6,8 +6,9 @@ Each line of the input is a JSON object with a ``completion`` and the data set's
 ``question``, ``answer``). A line of ``rollouts.jsonl`` or ``evaluations.jsonl`` has it as ``response``, and
 is read with ``--dataset jsonl``. A completion begins with the tags that its prompt has opened, such as
 ``<think>``. Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in the same
-order. If a reward fails on a completion, its error is listed in ``errors``, it counts as ``--on-error``, and
-the command goes on. The input and the mean of each reward go to stderr.
+order, and ``verdicts`` has the words of judges. If a reward fails on a completion, its error is listed in
+``errors``, it counts as ``--on-error``, and the command goes on. The input and the mean of each reward go to
+stderr.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 batch = slice(start, start + _BATCH)
                 for scored in rewards.score(completions[batch], examples[batch]):
                     line = {"total": scored.total, "parts": scored.parts, "errors": scored.errors}
+                    if scored.verdicts:
+                        line["verdicts"] = scored.verdicts
                     output.write(json.dumps(line) + "\n")
                     means.add(scored)
                 output.flush()
