@@ -77,6 +77,8 @@ EXTRAS = {
     "ifeval": ["ifeval"],
     "dev": ["dev"],
 }
+# Extras whose packages are pinned with those of every installation: vLLM brings them.
+IN_COMMON = ("openenv", "mcp")
 
 
 def _metadata(repo_root: Path, extra: str | None) -> dict[str, Requirement]:
@@ -90,6 +92,8 @@ def test_the_package_asks_for_what_is_pinned_and_every_pin_is_in_its_range(
     repo_root: Path, extra: str | None
 ) -> None:
     asked = _metadata(repo_root, extra)
+    for other in IN_COMMON if extra is None else ():
+        asked |= _metadata(repo_root, other)
     pins: dict[str, str] = {}
     for name in EXTRAS[extra]:
         pins |= _pins(repo_root / f"requirements_{name}.txt", follow=False)
@@ -98,7 +102,7 @@ def test_the_package_asks_for_what_is_pinned_and_every_pin_is_in_its_range(
         assert asked[canonicalize_name(name)].specifier.contains(version), (name, version)
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", [*EXTRAS, *IN_COMMON])
 def test_every_requirement_of_the_package_has_a_lower_and_an_upper_bound(
     repo_root: Path, extra: str | None
 ) -> None:
@@ -110,7 +114,7 @@ def test_every_requirement_of_the_package_has_a_lower_and_an_upper_bound(
 
 def test_no_extra_of_the_package_is_left_out(repo_root: Path) -> None:
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) == set(EXTRAS) - {None}
+    assert set(project["optional-dependencies"]) == {*EXTRAS, *IN_COMMON} - {None}
     assert project["requires-python"] == ">=3.11,<3.14"
 
 

@@ -191,7 +191,6 @@ def test_episodes_that_fail_on_the_server_stop_no_run(
 
 
 @real
-@pytest.mark.integration
 @pytest.mark.float32
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("kind", ["text", "number"])
@@ -245,7 +244,6 @@ SMALL = [
 
 
 @real
-@pytest.mark.integration
 def test_the_openenv_server_of_the_documentation_trains(
     repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
 ) -> None:
