@@ -20,6 +20,7 @@ from torchrl_grpo.models.scoring import varlen
 from torchrl_grpo.models.scoring.scores import TokenScores
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.planning import speeds
+from torchrl_grpo.runtime.hardware import Hardware
 from torchrl_grpo.tools.gpu_check import __main__ as command
 from torchrl_grpo.tools.gpu_check import kernels, stages, step
 from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table
@@ -130,6 +131,18 @@ def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: 
     assert float(found["parked_mib"]) == pytest.approx(8 * weights / 2**20)
     (kept,) = json.loads((context.folder / "speeds.json").read_text()).values()
     assert kept == {"layer_ms": found["layer_ms"]}
+
+
+def test_speeds_of_a_pretended_gpu_are_kept(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "path", lambda: context.folder / "speeds.json")
+    monkeypatch.setattr(kernels, "_matrix_product", lambda device, dtype: float(dtype.itemsize))
+    monkeypatch.setattr(kernels, "_copy", lambda device: 2.5)
+    with PretendedCuda():
+        name = torch.cuda.get_device_properties(0).name
+        assert kernels.environment(context.model)["copy_tb_per_s"] == 2.5
+    found = speeds.of(Hardware((80.0,), names=(name,)))
+    assert (found.tflops, found.tflops_float32, found.tb_per_s) == (2.0, 4.0, 2.5)
+    assert "measured by make gpu-check" in found.source
 
 
 def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
