@@ -276,9 +276,10 @@ def test_one_gpu_compares_sleep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "awake" in first and "sleeps" in second
 
 
-def test_no_seconds_are_shown_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("machine", [Hardware((), 64.0), there("1x80")])
+def test_no_seconds_are_shown_where_nothing_was_measured(
+    machine: Hardware, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES["0.5B"])
-    preflight.report(read("inference_model.backend=transformers"), False, Hardware((), 64.0))
+    preflight.report(read("inference_model.backend=transformers"), False, machine)
     assert "seconds" not in capsys.readouterr().out

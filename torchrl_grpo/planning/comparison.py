@@ -16,13 +16,15 @@ _NAMED_S = 0.05
 def compare(chosen: Planned, others: list[Planned]) -> str:
     """Return a table of the chosen plan and the fastest of the others, and why it was chosen; or nothing.
 
-    Nothing is predicted on a CPU, on GPUs of other machines, and for a model of unknown shape.
+    Nothing is shown on a CPU, on GPUs of other machines, for a model of unknown shape, and for engines other
+    than vLLM, whose time was not measured on a GPU.
 
     Args:
         chosen: the plan of the run.
         others: plans that were possible.
     """
-    if (first := cost_of(chosen)) is None:
+    first = cost_of(chosen)
+    if first is None or not chosen.cfg.inference_model.engine.has_known_needs:
         return ""
     costs = [(cost, other) for other in others if (cost := cost_of(other))]
     second = min(costs, key=lambda pair: (chosen.resembles(pair[1]), pair[0].step), default=None)
