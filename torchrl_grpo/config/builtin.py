@@ -54,10 +54,11 @@ DATASETS = {
     "ifeval": BuiltInDataset(f"{_DATA}.ifeval.load", {"ifeval": 1.0}, "ifeval"),
     "reasoning_gym": BuiltInDataset(f"{_DATA}.reasoning_gym", {"reasoning_gym": 1.0}, "reasoning_gym"),
     "jsonl": BuiltInDataset(f"{_DATA}.jsonl", {"exact_match": 1.0}, "exact_match"),
+    "pictures": BuiltInDataset(f"{_DATA}.picture_tasks", {"exact_match": 1.0, "format": 0.1}, "exact_match"),
 }
 
 _ALL = tuple(DATASETS)
-_ANSWERS = ("gsm8k", "math", "jsonl")
+_ANSWERS = ("gsm8k", "math", "jsonl", "pictures")
 _REWARDS = "torchrl_grpo.rewards"
 REWARDS = {
     "gsm8k": BuiltInReward(

@@ -78,6 +78,11 @@ class ModelConfig:
         "language model; docs/step.md lists the families. The model is checked before training, and refused "
         "if its log-probabilities would be wrong.",
     )
+    pictures: bool = key(
+        False,
+        "Read the pictures of the problems (docs/vision.md). The model must be one for pictures and text, "
+        "with its processor.",
+    )
     chat_template: str | None = key(
         None,
         "Jinja chat template, or a file that contains one, for a model whose tokenizer has none.",

@@ -125,6 +125,11 @@ class TrainModelConfig:
         "Compute the output head with Liger's fused kernel if it is installed and supports the GPU and the "
         "number format (docs/speed.md); false always computes it in blocks. Its speed is not measured yet.",
     )
+    vision_tower: bool = key(
+        False,
+        "Train the parts of the model that encode pictures too; false freezes them.",
+        only_with="model.pictures",
+    )
     quantization: Quantization = key(
         Quantization.none,
         "Quantization of the frozen model below adapters: none, or nf4 (QLoRA, 4 bits, needs bitsandbytes).",

@@ -33,11 +33,14 @@ class EnvConfig:
     )
     task_args: dict[str, Any] = key(
         {},
-        "Arguments of the reasoning_gym task, e.g. {max_terms: 3}, or of your own function in dataset.",
+        "Arguments of the reasoning_gym task, e.g. {max_terms: 3}, or of your own function in dataset. For "
+        "dataset=pictures the kinds of pictures and their size in pixels, e.g. {kinds: [count, clock], "
+        "size: 96}.",
     )
     task_size: PositiveInt = key(
         10_000,
-        "Number of problems to generate for training, for reasoning_gym and for composed IFEval prompts.",
+        "Number of problems to generate for training, for reasoning_gym, pictures and composed IFEval "
+        "prompts.",
     )
     data_path: str | None = key(
         None,
@@ -65,8 +68,9 @@ class EnvConfig:
     fields: dict[str, str] = key(
         {},
         "Columns of a jsonl dataset or of your own: question or messages (by default the first column of "
-        "question, messages and prompt that there is), answer, solution for sft.py, and identity, which is "
-        "equal for rows that ask the same in other words. Each is a column, a path into one, e.g. "
+        "question, messages and prompt that there is), answer, solution for sft.py, identity, which is "
+        "equal for rows that ask the same in other words, and with model.pictures images (by default the "
+        "column images or image). Each is a column, a path into one, e.g. "
         "{question: item.text}, or a Jinja template, e.g. {question: '{{ title }}: {{ text }}'}.",
     )
     environment: str | None = key(

@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import PurePath
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 from uuid import UUID
 
 from torchrl_grpo.errors import DataError
+
+if TYPE_CHECKING:
+    from torchrl_grpo.data.pictures import Picture
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Example:
             ``messages`` is all there is.
         identity: what problems have in common that are the same in other words, e.g. the numbers of a puzzle
             in any order. Empty if only the question says so (:mod:`torchrl_grpo.data.identity`).
+        pictures: pictures of the problem, in the order of their marks in ``messages``
+            (:mod:`torchrl_grpo.data.pictures`).
         trusted: texts of the configuration with which messages begin or end. Only they keep their control
             tokens. None keeps those of all messages, and of the solution.
     """
@@ -50,16 +55,19 @@ class Example:
     question: str = ""
     identity: str = ""
     trusted: list[str] | None = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields as values of JSON. Arrays in the columns become lists, and dates become text.
+        """Return the fields as values of JSON, without pictures.
+
+        Arrays in the columns become lists, and dates become text.
 
         Raises:
             DataError: a column has a value that JSON cannot express.
         """
         fields = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
         columns = {name: _plain(value, f"{self.id}: column {name!r}") for name, value in self.columns.items()}
-        return {**fields, "columns": columns}
+        return {**fields, "columns": columns, "pictures": ()}
 
 
 def _plain(value: Any, place: str) -> Any:

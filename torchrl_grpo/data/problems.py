@@ -16,7 +16,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.derived import HELD_OUT, held_out_problems
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data import prompts
+from torchrl_grpo.data import pictures, prompts
 from torchrl_grpo.data.example import Example, LazyExamples
 from torchrl_grpo.data.identity import conversation, group_key, keys, question_key
 from torchrl_grpo.data.rows.sources import Row, Splits
@@ -85,8 +85,13 @@ def _split(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     def examples(rows: list[Row], split: str) -> list[Example]:
         made = []
         for number, row in enumerate(rows, 1):
+            shown: list[pictures.Picture] = []
+            if cfg.model.pictures:
+                row, shown = pictures.take_out(row, cfg.env.fields)
             example = to_example(row, cfg.env, f"{cfg.env.dataset}/{split}/{number}")
             _check_text(example, row)
+            if cfg.model.pictures:
+                example = pictures.put_in(example, shown, row)
             made.append(replace(example, columns=row.values, trusted=trusted))
         return made
 

@@ -21,6 +21,7 @@ _ANSWERS: dict[str, str] = {
     "math": "the final answer only",
     "reasoning_gym": "the final answer only",
     "jsonl": "the final answer only",
+    "pictures": "the final answer only",
 }
 
 

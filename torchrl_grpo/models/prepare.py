@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.config.schema import TrainModelConfig
 from torchrl_grpo.errors import ModelError, first_line
+from torchrl_grpo.models.pictures import PictureProcessor
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.quantization import keep_packing
-from torchrl_grpo.models.scoring import trial
+from torchrl_grpo.models.scoring import picture_trial, trial
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, max_logit_error, warn_about_prefix
 from torchrl_grpo.models.scoring.upcast import Upcast
 from torchrl_grpo.runtime.oom import ran_out_of_memory
@@ -36,7 +37,8 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     """
     model.eval()
     keep_packing(model)
-    _freeze_other_inputs(model)
+    if not cfg.vision_tower:
+        _freeze_other_inputs(model)
     if cfg.attn_implementation != "auto":
         _set_attention(model, cfg)
     check_logits(model)
@@ -208,6 +210,7 @@ def shares_prefix(
     requested: bool = True,
     longest: int | None = None,
     key: str = "model.name",
+    pictures: PictureProcessor | None = None,
 ) -> bool:
     """Whether running a prompt once for several responses gives correct numbers, tested on a few tokens.
 
@@ -219,10 +222,64 @@ def shares_prefix(
         requested: whether prompts should be shared. False only tests padding.
         longest: largest number of tokens in a sequence; None if unknown.
         key: key that names the model, for messages.
+        pictures: processor of a model for pictures and text, which is tested with pictures too.
 
     Raises:
         ModelError: padding changes the model's numbers, so it cannot be trained in batches.
     """
+    attention = model.config.get_text_config()._attn_implementation
+    shares = _shares_prefix_of_text(model, requested, longest, key)
+    return shares if pictures is None else _shares_prefix_of_pictures(model, shares, attention, pictures)
+
+
+def _shares_prefix_of_pictures(
+    model: PreTrainedModel, shares: bool, attention: str, processor: PictureProcessor
+) -> bool:
+    """Whether a prompt with pictures can be run once per group, tested as for text.
+
+    Args:
+        model: prepared model.
+        shares: whether a prompt of text can.
+        attention: attention of the model as it was loaded.
+        processor: processor of the model.
+    """
+    name = type(model).__name__
+
+    def difference(shared: bool) -> Tensor:
+        model.get_decoder().set_attn_implementation(attention)
+        expected = picture_trial.score_one_by_one(model, processor)
+        return picture_trial.score_batch(model, processor, shared) - expected
+
+    with trial.conditions(model, longest=0):
+        if shares:
+            try:
+                diff = trial.largest_difference(model, lambda: difference(True))
+            except (*_UNSUPPORTED, RuntimeError) as error:
+                if ran_out_of_memory(error):
+                    raise
+                why = f"it cannot with pictures ({first_line(error)})"
+            else:
+                if diff <= trial.TOLERANCE:
+                    return True
+                why = f"its log-probabilities with pictures would change by {diff:.2g}"
+            warn_about_prefix(model, why)
+        try:
+            diff = trial.largest_difference(model, lambda: difference(False))
+        except (*_UNSUPPORTED, RuntimeError) as error:
+            if ran_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{name} cannot be run with pictures ({first_line(error)}); choose another model.name"
+            ) from error
+    if not diff <= trial.TOLERANCE:
+        raise ModelError(
+            f"{name}: padding changes its log-probabilities with pictures by {diff:.2g} nats, so they cannot "
+            "be computed for several sequences at a time; choose another model.name"
+        )
+    return False
+
+
+def _shares_prefix_of_text(model: PreTrainedModel, requested: bool, longest: int | None, key: str) -> bool:
     config = model.config.get_text_config()
     with trial.conditions(model, longest) as narrowest:
         attention = config._attn_implementation

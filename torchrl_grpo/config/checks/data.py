@@ -20,7 +20,7 @@ from torchrl_grpo.runtime import user_code
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config, EnvConfig
 
-_FIELDS = ("question", "messages", "answer", "solution", "identity")
+_FIELDS = ("question", "messages", "answer", "solution", "identity", "images")
 
 
 def check_data(cfg: Config) -> None:
@@ -144,7 +144,7 @@ def _check_sampling(cfg: Config) -> None:
         wrong = "an order needs env.shuffle=false and env.sampling=uniform"
         fix = f"env.order_by={env.order_by} env.shuffle=false env.sampling=uniform"
         raise bad_value("env.order_by", env.order_by, wrong, fix)
-    if env.dataset == "reasoning_gym" or env.mixture:
+    if env.dataset in ("reasoning_gym", "pictures") or env.mixture:
         wrong = "generated problems have no columns, and a mixture has an order of its own"
         raise bad_value("env.order_by", env.order_by, wrong, "env.order_by=null")
 
@@ -152,8 +152,9 @@ def _check_sampling(cfg: Config) -> None:
 def _check_task(cfg: Config) -> None:
     env = cfg.env
     check_dataset(env.dataset)
-    own, generated = user_code.parse(env.dataset) is not None, env.dataset == "reasoning_gym"
-    if generated and env.task is None:
+    own, drawn = user_code.parse(env.dataset) is not None, env.dataset == "pictures"
+    generated = drawn or env.dataset == "reasoning_gym"
+    if env.dataset == "reasoning_gym" and env.task is None:
         wrong = "env.dataset=reasoning_gym needs the name of a task"
         raise bad_value("env.task", None, wrong, "env.task=chain_sum, for example")
     if not generated and not own:
@@ -169,7 +170,7 @@ def _check_task(cfg: Config) -> None:
             wrong = f"there is no such file or folder{where}"
             raise bad_value(key, path, wrong, f"{key}=<a path that exists>")
     if env.shuffle_buffer is not None and (env.data_path is not None or env.dataset == "ifeval" or generated):
-        wrong = "files are read whole, and so is what env.dataset=ifeval and reasoning_gym read"
+        wrong = "files are read whole, and so is what env.dataset=ifeval, reasoning_gym and pictures read"
         raise bad_value("env.shuffle_buffer", env.shuffle_buffer, wrong, "env.shuffle_buffer=null")
     _check_jsonl(cfg)
     for key, split in (("env.train_split", env.train_split), ("env.eval_split", env.eval_split)):
@@ -179,8 +180,8 @@ def _check_task(cfg: Config) -> None:
         wrong = "the benchmark's rows are those of env.eval_split, and other training prompts are composed"
         check_unset(cfg, "env", "train_split", wrong)
     if env.overlong_prompts == "drop" and generated:
-        wrong = "problems of reasoning_gym are generated when they are drawn, and not known before"
-        fix = "env.overlong_prompts=error or env.overlong_prompts=truncate_right"
+        wrong = f"problems of {env.dataset} are generated when they are drawn, and not known before"
+        fix = "env.overlong_prompts=error" + ("" if drawn else " or env.overlong_prompts=truncate_right")
         raise bad_value("env.overlong_prompts", env.overlong_prompts, wrong, fix)
     if "{question}" not in env.prompt_template:
         wrong = "it does not say where the question goes"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.config.checks.data import check_data, check_mixture
 from torchrl_grpo.config.checks.engine import check_engine_args, check_servers, check_transfer
 from torchrl_grpo.config.checks.lora import check_lora
+from torchrl_grpo.config.checks.pictures import check_pictures
 from torchrl_grpo.config.checks.policy import check_policy
 from torchrl_grpo.config.checks.sglang import check_python
 from torchrl_grpo.config.checks.unread import check_unread, check_unset
@@ -66,6 +67,7 @@ def validate(cfg: Config) -> None:
     _check_evaluated(cfg)
     check_policy(cfg)
     check_lora(cfg)
+    check_pictures(cfg)
     _check_train_model(cfg)
     _check_inference(cfg)
     check_servers(cfg)

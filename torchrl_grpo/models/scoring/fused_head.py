@@ -38,7 +38,8 @@ def supports(weight: Tensor, bias: Tensor | None, options: HeadOptions) -> bool:
         bias: ``[V]`` or None.
         options: options of the head.
     """
-    supported = options.dtype == torch.bfloat16 and bias is None and options.softcap is None
+    plain = bias is None and options.softcap is None and not options.blocked
+    supported = options.dtype == torch.bfloat16 and plain
     if not supported or not weight.is_cuda or torch.cuda.get_device_capability(weight.device) != _CAPABILITY:
         return False
     # Without its kernel compiler (cutlass), Liger would compute full rows of logits with torch.

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 
 # On a CPU 16 MiB in float32, which fits in a small last-level cache. GPUs need larger products.
 _BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+# Logit of a token that cannot be sampled. It is finite, because 0 times infinity is NaN.
+_IMPOSSIBLE = -1e30
 # With fewer tokens in a product, a CPU spends more time reading the matrix than computing.
 _MIN_TOKENS = 1024
 
@@ -36,6 +38,7 @@ class HeadOptions(NamedTuple):
             too. Everything after the product is float32.
         entropy_gradient: whether gradients flow through the entropy.
         scale: factor of the logits (Granite, Cohere).
+        blocked: tokens that the engine never samples. Their probability is 0.
     """
 
     temperature: float = 1.0
@@ -43,6 +46,7 @@ class HeadOptions(NamedTuple):
     dtype: torch.dtype = torch.float32
     entropy_gradient: bool = False
     scale: float = 1.0
+    blocked: tuple[int, ...] = ()
 
 
 def postprocess_logits(product: Tensor, options: HeadOptions) -> Tensor:
@@ -109,6 +113,10 @@ def top_tokens(
     head = _Head(weight, bias, options, size)
     ids = [head.top(hidden[rows], count) for rows in head.row_pieces(len(hidden))]
     return torch.cat(ids) if ids else hidden.new_zeros(0, count, dtype=torch.int64)
+
+
+def _is_in(token: int, words: slice) -> bool:
+    return bool(words.start <= token < words.stop)
 
 
 def _pieces(count: int, size: int) -> Iterator[slice]:
@@ -203,6 +211,8 @@ class _Head:
             logits, slope = softcap * tanh, 1 - tanh.square()
         if self.options.temperature != 1:
             logits = logits.div_(self.options.temperature)
+        if columns := [token - words.start for token in self.options.blocked if _is_in(token, words)]:
+            logits[:, columns] = _IMPOSSIBLE
         return logits, slope
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

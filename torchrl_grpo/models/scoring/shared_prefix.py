@@ -44,10 +44,12 @@ class PrefixLayout:
         response: ``[P, G, T]`` int64, padded on the right.
         response_mask: ``[P, G, T]`` bool, True on real tokens.
         device: device of the model.
+        prompt_positions: positions of the prompts' tokens, ``[P, L]``, or ``[A, P, L]`` for positions of A
+            axes. A response goes on after the largest. None counts tokens.
 
     Attributes:
         ids: token ids of the row, ``[1, N]``.
-        positions: position of each token in its own sequence, ``[1, N]``.
+        positions: position of each token in its own sequence, ``[1, N]``, or ``[A, 1, N]``.
         source: position in the row of the token that predicts each response token, in the order of the mask.
         classes: classes of prompts of similar length, with their responses.
         attended: number of layers that have used the layout.
@@ -60,11 +62,12 @@ class PrefixLayout:
         response: Tensor,
         response_mask: Tensor,
         device: torch.device,
+        prompt_positions: Tensor | None = None,
     ) -> None:
         P, G, T = response.shape
         # Prompts are sorted by length and divided into classes of similar length, so that padded rectangles
         # are at least half full.
-        by_length = prompt_mask.sum(-1).argsort(descending=True, stable=True)
+        by_length = row_order(prompt_mask)
         prompt, prompt_mask = prompt[by_length], prompt_mask[by_length]
         response, response_mask = response[by_length], response_mask[by_length]
         lengths = prompt_mask.sum(-1)
@@ -94,21 +97,26 @@ class PrefixLayout:
             prefix_classes.append(_Class(prompts, lengths[rows], runs))
         inputs = response[..., :-1].reshape(P * G, -1)[order][input_mask]
         ids = torch.cat([prompt[prompt_mask], inputs])
-        positions = (prompt_mask.long().cumsum(-1) - 1)[prompt_mask]
+        axes, starts = (prompt_mask.long().cumsum(-1) - 1)[None], lengths
+        if prompt_positions is not None:
+            axes = prompt_positions.reshape(-1, *prompt.shape)[:, by_length]
+            starts = axes.masked_fill(~prompt_mask, -1).amax((0, 2)) + 1
+        positions = axes[:, prompt_mask]
         steps = torch.arange(input_mask.shape[1])
-        later = (lengths.repeat_interleave(G)[order][:, None] + steps)[input_mask]
+        later = (starts.repeat_interleave(G)[order][:, None] + steps)[input_mask]
         # The last token of the prompt predicts token 0, and token t - 1 predicts token t.
         slots = torch.zeros(input_mask.shape, dtype=torch.int64)
-        slots[input_mask] = len(positions) + torch.arange(len(later))
+        slots[input_mask] = positions.shape[1] + torch.arange(len(later))
         first = (lengths.cumsum(0) - 1)[:, None, None].expand(P, G, min(T, 1))
         source = torch.cat([first, torch.empty_like(slots).index_copy_(0, order, slots).view(P, G, -1)], -1)
         # Back to the order of the caller's mask.
         back = by_length.argsort()
         source = source[back][response_mask[back]]
+        positions = torch.cat([positions, later.expand(len(axes), -1)], dim=1).flatten()
         ids, positions, self.source, self.classes = upload_packed(
-            (ids, torch.cat([positions, later]), source, prefix_classes), device
+            (ids, positions, source, prefix_classes), device
         )
-        self.ids, self.positions = ids[None], positions[None]
+        self.ids, self.positions = ids[None], positions.view(*([] if len(axes) == 1 else [len(axes)]), 1, -1)
         self.attended = 0
         self._masks: dict[tuple[int | None, torch.dtype], list[tuple[Tensor | None, list[Tensor]]]] = {}
 
@@ -145,6 +153,11 @@ class PrefixLayout:
                 ]
             self._masks[window, dtype] = masks
         return self._masks[window, dtype]
+
+
+def row_order(prompt_mask: Tensor) -> Tensor:
+    """Return the order ``[P]`` in which the prompts of a mask ``[P, L]`` are in the row."""
+    return prompt_mask.sum(-1).argsort(descending=True, stable=True)
 
 
 class _Class(NamedTuple):
@@ -367,18 +380,20 @@ def enable(model: PreTrainedModel) -> str | None:
     if settings.get("attn_logit_softcapping") is not None:
         return "it caps its attention scores (attn_logit_softcapping)"
     if config._attn_implementation != _NAME:
-        model.set_attn_implementation(_NAME)
+        # A model for pictures has other parts with attention.
+        (model if config is model.config else model.get_decoder()).set_attn_implementation(_NAME)
     if config._attn_implementation != _NAME:
         return "its attention does not use transformers' attention interface"
     return None
 
 
-def hidden_states(backbone: nn.Module, layout: PrefixLayout | VarlenLayout) -> Tensor:
+def hidden_states(backbone: nn.Module, layout: PrefixLayout | VarlenLayout, **inputs: Tensor) -> Tensor:
     """Compute the last hidden states ``[M, H]`` that predict the M response tokens, in the order of the mask.
 
     Args:
         backbone: backbone, without the head, of a model that :func:`enable` has prepared.
         layout: layout of the tokens.
+        inputs: further inputs of the model, for pictures.
 
     Raises:
         ValueError: the model's attention does not go through transformers' attention interface.
@@ -391,6 +406,7 @@ def hidden_states(backbone: nn.Module, layout: PrefixLayout | VarlenLayout) -> T
         position_ids=layout.positions,
         use_cache=False,
         prefix_layout=layout,
+        **inputs,
     )
     if not layout.attended:
         raise ValueError("its attention does not use transformers' attention interface")

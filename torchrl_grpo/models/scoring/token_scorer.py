@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchrl_grpo.models.pictures import PictureProcessor
 from torchrl_grpo.models.precision import autocast
-from torchrl_grpo.models.scoring import fused_head, shared_prefix
+from torchrl_grpo.models.scoring import fused_head, picture_states, shared_prefix
 from torchrl_grpo.models.scoring.head import (
     HeadOptions,
     linear,
@@ -26,6 +27,7 @@ from torchrl_grpo.models.scoring.head import (
     score_tokens,
     top_tokens,
 )
+from torchrl_grpo.models.scoring.padding import split_files, whole_rows
 from torchrl_grpo.models.scoring.scores import (
     CandidateScores,
     Places,
@@ -57,6 +59,7 @@ class TokenScorer(nn.Module):
         entropy_gradient: whether gradients flow through the entropy.
         head_dtype: dtype of the output head's products; None for ``autocast_dtype``, or for the dtype of the
             weights if that is None too.
+        pictures: processor of a model for pictures and text; None for text alone.
 
     Attributes:
         fused_head: whether :mod:`~torchrl_grpo.models.scoring.fused_head` computes the head;
@@ -74,9 +77,11 @@ class TokenScorer(nn.Module):
         block_elements: int | None = None,
         entropy_gradient: bool = False,
         head_dtype: torch.dtype | None = None,
+        pictures: PictureProcessor | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.pictures = pictures
         self.temperature = temperature
         self.autocast_dtype = autocast_dtype
         self.block_elements = block_elements
@@ -94,6 +99,8 @@ class TokenScorer(nn.Module):
         response_mask: Tensor,
         scored_mask: Tensor | None = None,
         candidates: Tensor | None = None,
+        files: Tensor | None = None,
+        file_sizes: Tensor | None = None,
     ) -> TokenScores | CandidateScores:
         """Score ``response`` given ``prompt``.
 
@@ -105,12 +112,14 @@ class TokenScorer(nn.Module):
             scored_mask: ``[P, G, T]`` bool, True on the real tokens whose scores are needed; None for all.
                 The output head is computed for these only. The scores of the others are 0.
             candidates: ``[P, G, K, T]`` int64, tokens that are scored too in the place of each token.
+            files: encoded pictures of each prompt in one row, ``[P, B]`` uint8; None for text alone.
+            file_sizes: number of bytes of each picture, ``[P, K]`` int64, 0 after the last.
 
         Returns:
             :class:`TokenScores`, each ``[P, G, T]``, or with candidates :class:`CandidateScores`.
         """
         hidden, index = self._hidden_states(
-            prompt, prompt_mask, response, response_mask, scored_mask, candidates
+            prompt, prompt_mask, response, response_mask, scored_mask, candidates, files, file_sizes
         )
         log_probs, entropy = self._score(hidden, index.targets if index.columns == 1 else index.by_column())
         entropy = scatter(entropy, index.places, response.shape)
@@ -158,6 +167,8 @@ class TokenScorer(nn.Module):
         response_mask: Tensor,
         scored_mask: Tensor | None,
         candidates: Tensor | None = None,
+        files: Tensor | None = None,
+        file_sizes: Tensor | None = None,
     ) -> tuple[Tensor, Places]:
         """Compute hidden states ``[S, H]`` of the scored tokens, see :meth:`forward`."""
         device = next(self.model.parameters()).device
@@ -177,7 +188,20 @@ class TokenScorer(nn.Module):
             device,
         )
         with autocast(self.autocast_dtype, device):
-            if self.varlen:
+            if files is not None and file_sizes is not None:
+                assert self.pictures is not None, "a scorer of text was given pictures"
+                hidden = picture_states.compute(
+                    self.model,
+                    backbone(self.model),
+                    self.pictures,
+                    self.shares_prefix,
+                    prompt,
+                    prompt_mask,
+                    response,
+                    response_mask,
+                    split_files(files, file_sizes),
+                )
+            elif self.varlen:
                 varlen_layout = VarlenLayout(prompt, prompt_mask, response, response_mask, device)
                 hidden = shared_prefix.hidden_states(backbone(self.model), varlen_layout)
             elif self.shares_prefix:
@@ -213,13 +237,8 @@ class TokenScorer(nn.Module):
 
         All arguments are on the CPU.
         """
-        (P, L), (_, G, T) = prompt.shape, response.shape
         device = next(self.model.parameters()).device
-        ids = torch.cat([prompt.repeat_interleave(G, 0), response.reshape(P * G, T)], dim=1)
-        attention = torch.cat([prompt_mask.repeat_interleave(G, 0), mask.reshape(P * G, T)], dim=1)
-        # The state before a token predicts it.
-        rows, steps = mask.reshape(P * G, T).nonzero(as_tuple=True)
-        before = rows * (L + T) + steps + L - 1
+        ids, attention, before = whole_rows(prompt, prompt_mask, response, mask)
         shape = ids.shape
         ids, attention, before = upload_packed((ids.flatten(), attention.long().flatten(), before), device)
         attention = attention.view(shape)
@@ -242,7 +261,8 @@ class TokenScorer(nn.Module):
     def _head_options(self) -> HeadOptions:
         dtype = self.head_dtype or self.autocast_dtype or output_head(self.model).weight.dtype
         scale, softcap = _scale(self.model), _softcap(self.model)
-        return HeadOptions(self.temperature, softcap, dtype, self.entropy_gradient, scale)
+        blocked = () if self.pictures is None else self.pictures.blocked
+        return HeadOptions(self.temperature, softcap, dtype, self.entropy_gradient, scale, blocked)
 
     def fuse_head(self) -> None:
         """Use Liger's fused kernel if it supports this head. Warn if it fails or its results are wrong."""

@@ -1,0 +1,80 @@
+"""Checks of a run with pictures: its data, and the features that do not take pictures yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.config.derived import has_episodes
+from torchrl_grpo.config.keys import bad_value, show
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.schema import Config
+
+#: What env.dataset=pictures draws.
+PICTURE_KINDS = ("count", "clock", "bars", "dice", "number_line", "fraction")
+_SIZES = (32, 2048)
+
+
+def check_pictures(cfg: Config) -> None:
+    """Check the keys of a run with pictures.
+
+    Raises:
+        ConfigError: a value is wrong, or a feature does not take pictures.
+    """
+    if cfg.env.dataset == "pictures":
+        _check_tasks(cfg)
+    if not cfg.model.pictures:
+        if "images" in cfg.env.fields:
+            wrong = "it names a column of pictures, and model.pictures is false"
+            raise bad_value("env.fields", cfg.env.fields, wrong, "model.pictures=true beside it")
+        return
+    env, lora, fix = cfg.env, cfg.train_model.lora.rank, "model.pictures=false, or"
+    wrong = "it does not take pictures yet (model.pictures=true)"
+    refused: list[tuple[bool, str, object, str]] = [
+        (cfg.train.method == "sft", "train.method", cfg.train.method, "train.method=grpo"),
+        (bool(env.mixture), "env.mixture", env.mixture, "env.mixture=[]"),
+        (env.environment is not None, "env.environment", env.environment, "env.environment=null"),
+        (has_episodes(cfg), "env.tools", env.tools, "env.tools=[]"),
+        (
+            env.overlong_prompts not in ("error", "drop"),
+            "env.overlong_prompts",
+            env.overlong_prompts,
+            "env.overlong_prompts=drop",
+        ),
+        (lora > 0, "train_model.lora.rank", lora, "train_model.lora.rank=0"),
+        (cfg.train_model.compile, "train_model.compile", True, "train_model.compile=false"),
+        (
+            cfg.train_model.num_devices not in ("auto", 1),
+            "train_model.num_devices",
+            cfg.train_model.num_devices,
+            "train_model.num_devices=1",
+        ),
+        (
+            cfg.inference_model.backend not in ("vllm", "transformers"),
+            "inference_model.backend",
+            cfg.inference_model.backend,
+            "inference_model.backend=vllm",
+        ),
+    ]
+    for is_set, key, value, other in refused:
+        if is_set:
+            raise bad_value(key, value, wrong, f"{fix} {other}")
+
+
+def _check_tasks(cfg: Config) -> None:
+    if not cfg.model.pictures:
+        wrong = "its questions are about pictures, and model.pictures is false"
+        fix = "model.pictures=true beside it, with a model for pictures and text"
+        raise bad_value("env.dataset", "pictures", wrong, fix)
+    arguments = cfg.env.task_args
+    if other := [name for name in arguments if name not in ("kinds", "size")]:
+        wrong = f"{other[0]} is none of kinds, size"
+        raise bad_value("env.task_args", arguments, wrong, "env.task_args={kinds:[count,clock],size:96}")
+    kinds = arguments.get("kinds", list(PICTURE_KINDS))
+    if not isinstance(kinds, list) or not kinds or not set(kinds) <= set(PICTURE_KINDS):
+        wrong = f"it must be a list of {', '.join(PICTURE_KINDS)}"
+        raise bad_value("env.task_args.kinds", kinds, wrong, "env.task_args={kinds:[count,clock]}")
+    size = arguments.get("size", 96)
+    if not isinstance(size, int) or not _SIZES[0] <= size <= _SIZES[1]:
+        wrong = f"it must be a number of pixels from {_SIZES[0]} to {_SIZES[1]}"
+        raise bad_value("env.task_args.size", show(size), wrong, "env.task_args={size:96}")
