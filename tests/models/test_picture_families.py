@@ -38,7 +38,7 @@ def _batch(processor: PictureProcessor) -> tuple[list[Tensor], list[list[int]]]:
     tokenizer = processor.processor.tokenizer
     prompts = []
     for pictures in _PICTURES:
-        shown = processor.replacements(pictures) if pictures else []
+        shown = processor.replacements([each.size for each in pictures]) if pictures else []
         text = "".join(f"<|vision_start|>{tokens}<|vision_end|>" for tokens in shown)
         text = f"<|im_start|>user\n{text}How many circles?<|im_end|>\n<|im_start|>assistant\n"
         prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -13,11 +13,12 @@ from typing import TypeVar
 from accelerate.utils.memory import clear_device_cache
 from tensordict import TensorDictBase
 
-from torchrl_grpo.batch.schema import PROMPT_KEYS, token_counts, trim
+from torchrl_grpo.batch.schema import PICTURE_KEYS, PROMPT_KEYS, token_counts, trim
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.runtime.oom import ran_out_of_memory, stop_on_oom
 
 T = TypeVar("T")
+_OF_GROUPS = (*PROMPT_KEYS, *PICTURE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class MicroBatch:
         piece = batch[list(self.rows)]
         if self.samples != slice(None):
             piece = piece.named_apply(
-                lambda key, t: t if key in PROMPT_KEYS else t[:, self.samples], nested_keys=True
+                lambda key, t: t if key in _OF_GROUPS else t[:, self.samples], nested_keys=True
             )
         return trim(piece)
 

@@ -29,6 +29,9 @@ key                            shape           dtype    meaning
                                                         optimizer steps that produced these weights
 "newest_policy_version"        [P, G]          int64    policy version of the response's newest token
 ("versions", "response")       [P, G, T]       int64    policy version of each token
+("pictures", "files")          [P, B]          uint8    encoded pictures of the prompt, one after another;
+                                                        only with model.pictures
+("pictures", "sizes")          [P, K]          int64    number of bytes of each picture, 0 after the last
 "group_id"                     [P, G]          int64    sequential number of the group
 =============================  ==============  =======  ====================================================
 
@@ -38,18 +41,20 @@ several parts reports beside its score (:class:`~torchrl_grpo.rewards.types.Resp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Answered
-from torchrl_grpo.models.scoring.padding import pad_left, pad_right
+from torchrl_grpo.models.scoring.padding import join_files, pad_left, pad_right
 
 # Entries of the group, without an axis for its G responses.
 PROMPT_KEYS = (("tokens", "prompt"), ("masks", "prompt"))
+_FILES, _FILE_SIZES = PICTURE_KEYS = (("pictures", "files"), ("pictures", "sizes"))
 _RIGHT_PADDED = (
     ("tokens", "response"),
     ("masks", "response"),
@@ -72,6 +77,7 @@ def build_batch(
     group_id: Tensor,
     versions: int | Sequence[Sequence[Sequence[int]]],
     pad_token_id: int,
+    files: Sequence[Sequence[bytes]] | None = None,
 ) -> TensorDict:
     """Build the TensorDict described above from the rollouts of one round.
 
@@ -83,6 +89,7 @@ def build_batch(
         group_id: ``[P, G]``.
         versions: policy version that sampled the tokens: one number for all, or one per token.
         pad_token_id: value of the padding, which never affects a result.
+        files: encoded pictures of the P prompts; None for a model of text.
     """
     P, G = len(completions), len(completions[0])
     flat = [completion for group in completions for completion in group]
@@ -104,7 +111,16 @@ def build_batch(
         },
         batch_size=[P],
     )
+    if files is not None:
+        packed, sizes = join_files(files)
+        batch["pictures"] = TensorDict({"files": packed, "sizes": sizes}, [P])
     return batch.set(("masks", "sampled"), sampled.view(P, G, -1))
+
+
+def picture_inputs(batch: TensorDictBase) -> dict[str, Tensor]:
+    """Return the arguments of a scorer for the pictures of a batch; empty for a model of text."""
+    files = batch.get(_FILES, None)
+    return {} if files is None else {"files": files, "file_sizes": batch[_FILE_SIZES]}
 
 
 def sampled_mask(batch: TensorDictBase) -> Tensor:
@@ -151,18 +167,28 @@ def token_counts(batch: TensorDictBase) -> tuple[list[int], list[list[int]]]:
 def trim(batch: TensorDictBase) -> TensorDictBase:
     """Trim the padding of a batch to its longest prompt and response."""
     prompts, responses = token_counts(batch)
-    return _fit_all(batch, max(prompts), max(max(row) for row in responses))
+    return _fit_all(batch, max(prompts), max(max(row) for row in responses), {})
 
 
 def collate(groups: Sequence[TensorDictBase]) -> TensorDict:
     """Stack groups of any width into a batch ``[P]``, trimmed to its longest prompt and response."""
     prompt_width = max(int(group["masks", "prompt"].sum()) for group in groups)
     response_width = max(int(group["masks", "response"].sum(-1).max()) for group in groups)
-    return torch.stack([_fit_all(group, prompt_width, response_width) for group in groups]).contiguous()
+    widths = {
+        key: max(group[key].shape[-1] for group in groups)
+        for key in PICTURE_KEYS
+        if key in groups[0].keys(include_nested=True)
+    }
+    fitted = [_fit_all(group, prompt_width, response_width, widths) for group in groups]
+    return torch.stack(fitted).contiguous()
 
 
-def _fit_all(groups: TensorDictBase, prompt_width: int, response_width: int) -> TensorDictBase:
+def _fit_all(
+    groups: TensorDictBase, prompt_width: int, response_width: int, picture_widths: Mapping[NestedKey, int]
+) -> TensorDictBase:
     fitted = groups.clone(recurse=False)
+    for key, width in picture_widths.items():
+        fitted.set(key, _fit(groups[key], width))
     for key in PROMPT_KEYS:
         fitted.set(key, _fit(groups[key].flip(-1), prompt_width).flip(-1))
     for key in _RIGHT_PADDED:

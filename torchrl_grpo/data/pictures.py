@@ -40,11 +40,13 @@ class Picture:
 
     Attributes:
         digest: checksum of the encoded picture, its name in files.
+        size: width and height in pixels.
         stored: the encoded picture, or the file that has it.
         place: where it was read, for messages.
     """
 
     digest: str
+    size: tuple[int, int]
     stored: bytes | Path
     place: str
 
@@ -106,7 +108,7 @@ def encode(picture: Image) -> bytes:
 
 def from_bytes(data: bytes, place: str) -> Picture:
     """Make a picture of an encoded one."""
-    return Picture(_digest(data), data, place)
+    return Picture(_digest(data), decode(data).size, data, place)
 
 
 def take_out(row: Row, fields: Mapping[str, str]) -> tuple[Row, list[Picture]]:
@@ -217,10 +219,10 @@ def _read(value: Any, row: Row, where: str) -> Picture:
         data = stored if isinstance(stored, bytes) else stored.read_bytes()
         if len(data) > _LARGEST_FILE:
             raise ValueError(f"it has {len(data):,} bytes, more than {_LARGEST_FILE:,}")
-        decode(data)
+        size = decode(data).size
     except (ValueError, OSError) as error:
         raise DataError(f"{where}: {first_line(error)}; correct it or remove the row") from error
-    return Picture(_digest(data), stored, where)
+    return Picture(_digest(data), size, stored, where)
 
 
 def _stored(value: Any, folder: Path) -> bytes | Path:

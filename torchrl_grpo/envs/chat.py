@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.control_tokens import control_tokens, visible
+from torchrl_grpo.envs.control_tokens import Message, control_tokens, visible
+from torchrl_grpo.envs.picture_marks import check_marks, in_parts, with_picture_tokens
 from torchrl_grpo.errors import DataError, ModelError
+from torchrl_grpo.inference.protocol import PromptPictures
+from torchrl_grpo.models.pictures import processor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,8 +37,13 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: s
         )
 
     end = [] if reply is None else [{"role": "assistant", "content": reply}]
+    processor = processor_of(tokenizer)
+    messages: list[Message] = [*example.messages]
+    if processor is not None:
+        messages = [in_parts(message) for message in messages]
+        end = [in_parts(message) for message in end]
 
-    def render_messages(messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_messages(messages: Sequence[Message]) -> str:
         return str(
             tokenizer.apply_chat_template(
                 [*messages, *end],
@@ -47,7 +55,7 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: s
 
     control = control_tokens(tokenizer)
     try:
-        return control.render(render_messages, example.messages, example.trusted)
+        text = control.render(render_messages, messages, example.trusted)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in [*example.messages, *end])
         raise ModelError(
@@ -55,6 +63,9 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: s
             f"the roles {roles}: {error}. Give another one as model.chat_template. If it does not support a "
             "system message, set env.system_prompt=null."
         ) from error
+    if processor is not None:
+        check_marks(tokenizer, processor, text, example)
+    return text
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
@@ -74,7 +85,7 @@ def check_contents(tokenizer: PreTrainedTokenizerBase, example: Example) -> None
     """
     words = [f"zqx{number}xqz" for number in range(len(example.messages))]
     messages = [{**message, "content": word} for message, word in zip(example.messages, words, strict=True)]
-    text = render_text(tokenizer, replace(example, messages=messages))
+    text = render_text(tokenizer, replace(example, messages=messages, pictures=()))
     for message, word in zip(messages, words, strict=True):
         if message["role"] != "assistant" and word not in text:
             raise ModelError(
@@ -85,6 +96,27 @@ def check_contents(tokenizer: PreTrainedTokenizerBase, example: Example) -> None
             )
 
 
+def prompt_pictures(
+    tokenizer: PreTrainedTokenizerBase, example: Example, token_ids: Sequence[int]
+) -> PromptPictures | None:
+    """Return the pictures of a prompt for an engine; None if the tokenizer renders text alone.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        example: the problem.
+        token_ids: tokens of the prompt, see :func:`render`.
+
+    Raises:
+        DataError: the file of a picture has changed or cannot be read.
+        ModelError: the template cannot render the messages.
+    """
+    if processor_of(tokenizer) is None:
+        return None
+    written = control_tokens(tokenizer).ids([render_marked(tokenizer, example)])[0]
+    files = tuple(picture.read() for picture in example.pictures)
+    return PromptPictures(files, tuple(written), len(token_ids))
+
+
 def render(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[str, list[int]]:
     """Render a prompt as text and as token ids, up to the start of the assistant's response.
 
@@ -93,14 +125,16 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[str, l
         example: the problem; its messages, tools and trusted texts are read.
 
     Returns:
-        The text, including the text of special tokens, and its token ids.
+        The text, including the text of special tokens, and its token ids. A picture has one mark in the text,
+        and all of its tokens.
 
     Raises:
+        DataError: a picture does not suit the model.
         ModelError: there is no template, or it cannot render the messages.
     """
     text = render_marked(tokenizer, example)
     # The template writes all special tokens, so the tokenizer must not add another one.
-    return visible(text), control_tokens(tokenizer).ids([text])[0]
+    return visible(text), control_tokens(tokenizer).ids([with_picture_tokens(tokenizer, text, example)])[0]
 
 
 def after_message(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -163,6 +197,13 @@ def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
     Raises:
         DataError: the prompt is too long.
     """
+    if length > max_prompt_tokens and example.pictures:
+        raise DataError(
+            f"The prompt of {example.id} has {length} tokens with those of its {len(example.pictures)} "
+            f"pictures, and at most {max_prompt_tokens} fit. Make the pictures smaller, drop such problems "
+            "with env.overlong_prompts=drop, or raise inference_model.max_model_len or lower "
+            "inference_model.max_new_tokens in a new run."
+        )
     if length > max_prompt_tokens:
         raise DataError(
             f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit. Cut such "
@@ -193,7 +234,7 @@ def lengths_above(
     """
     texts = {}
     for number, example in enumerate(examples):
-        text = render_marked(tokenizer, example)
+        text = with_picture_tokens(tokenizer, render_marked(tokenizer, example), example)
         if len(text.encode(errors="replace")) > bound:
             texts[number] = text
     lengths = [len(ids) for ids in control_tokens(tokenizer).ids([*texts.values()])]

@@ -284,4 +284,5 @@ def _mapped(value: Any, function: Callable[[str], str]) -> Any:
 def _is_compared(name: str, value: Any) -> bool:
     """Whether a part of a message is one that templates compare, and not text."""
     is_id = name == "tool_call_id" and isinstance(value, str)
-    return name == "role" or (is_id and _ID.fullmatch(value) is not None)
+    is_kind = name == "type" and value in ("text", "image")
+    return name == "role" or is_kind or (is_id and _ID.fullmatch(value) is not None)

@@ -21,11 +21,12 @@ from torchrl.envs import EnvBase
 
 from torchrl_grpo.data.episode import ResponseText
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.chat import check_length, check_lengths, render, render_text
+from torchrl_grpo.envs.chat import check_length, check_lengths, prompt_pictures, render, render_text
 from torchrl_grpo.envs.control_tokens import special_ends
 from torchrl_grpo.envs.openings import Opening, opening
 from torchrl_grpo.envs.responses import INPUT_MODES, is_truncated, response_texts
 from torchrl_grpo.envs.stream import PromptStream
+from torchrl_grpo.inference.protocol import PromptPictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,13 +42,15 @@ class Prompt:
         group_id: id of the group of its responses: position among all problems drawn since the run began.
         example: the problem.
         text: rendered prompt.
-        token_ids: token ids of ``text``, not padded.
+        token_ids: token ids of ``text``, not padded, with all tokens of pictures.
+        pictures: pictures of the prompt; None for a model of text.
     """
 
     group_id: int
     example: Example
     text: str
     token_ids: list[int]
+    pictures: PromptPictures | None = None
 
 
 class GroupTextEnv(EnvBase):
@@ -212,7 +215,7 @@ class GroupTextEnv(EnvBase):
     def _render(self, group_id: int, example: Example) -> Prompt:
         text, ids = render(self.tokenizer, example)
         check_length(example, len(ids), self.max_prompt_tokens)
-        return Prompt(group_id, example, text, ids)
+        return Prompt(group_id, example, text, ids, prompt_pictures(self.tokenizer, example, ids))
 
     def draw(self) -> list[Prompt]:
         """Draw the next P prompts of the stream.

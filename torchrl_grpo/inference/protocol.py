@@ -15,6 +15,21 @@ from torchrl_grpo.inference.checksums import Checksums
 
 
 @dataclass(frozen=True)
+class PromptPictures:
+    """The pictures of a prompt.
+
+    Attributes:
+        files: encoded pictures, in the order of their tokens; empty for a prompt of text.
+        written: token ids of the prompt as the chat template writes it, with one mark per picture.
+        tokens: number of tokens of the prompt with all tokens of its pictures.
+    """
+
+    files: tuple[bytes, ...]
+    written: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How to sample.
 
@@ -26,6 +41,7 @@ class Sampling:
             generated before. Not needed at temperature 0.
         ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``, for benchmarks.
         problems: one problem per prompt, for episodes of several turns; None if a response is one turn.
+        pictures: pictures of each prompt; None for a model of text.
     """
 
     num_samples: int
@@ -34,6 +50,7 @@ class Sampling:
     seeds: Sequence[int] | None = None
     ignore_eos: bool = False
     problems: Sequence[Example] | None = None
+    pictures: Sequence[PromptPictures | None] | None = None
 
     def select(self, rows: Sequence[int]) -> Sampling:
         """Return how to sample for some of the prompts only.
@@ -43,7 +60,8 @@ class Sampling:
         """
         seeds = None if self.seeds is None else [self.seeds[row] for row in rows]
         problems = None if self.problems is None else [self.problems[row] for row in rows]
-        return replace(self, seeds=seeds, problems=problems)
+        pictures = None if self.pictures is None else [self.pictures[row] for row in rows]
+        return replace(self, seeds=seeds, problems=problems, pictures=pictures)
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,7 @@ class Request:
         ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``.
         problem: problem of the episode that the request begins or continues; None for a response of one turn.
         stop_token_ids: tokens that end this response beside the model's end tokens.
+        pictures: pictures of the prompt; None for a model of text.
     """
 
     key: Hashable
@@ -69,6 +88,12 @@ class Request:
     ignore_eos: bool = False
     problem: Example | None = None
     stop_token_ids: tuple[int, ...] = ()
+    pictures: PromptPictures | None = None
+
+    @property
+    def prompt(self) -> tuple[tuple[int, ...], PromptPictures | None]:
+        """What a model reads before it goes on: requests of one prompt can share it."""
+        return tuple(self.tokens), self.pictures
 
 
 class Answered(Protocol):
@@ -296,6 +321,7 @@ def build_requests(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list
             None if sampling.seeds is None else sampling.seeds[number] + sample,
             sampling.ignore_eos,
             None if sampling.problems is None else sampling.problems[number],
+            pictures=None if sampling.pictures is None else sampling.pictures[number],
         )
         for number, prompt in enumerate(prompts)
         for sample in range(sampling.num_samples)

@@ -19,10 +19,11 @@ from torchrl_grpo.inference.checksums import Checksums, compute_checksums
 from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.noise import Noise
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
-from torchrl_grpo.models.loading import load_model
+from torchrl_grpo.models.loading import load_model, load_processor
+from torchrl_grpo.models.pictures import PictureInputs, PictureProcessor
 from torchrl_grpo.models.precision import choose_kernels, resolve_dtype, resolve_head
 from torchrl_grpo.models.scoring.padding import pad_left
-from torchrl_grpo.models.scoring.token_scorer import set_head_compute_dtype
+from torchrl_grpo.models.scoring.token_scorer import backbone, set_head_compute_dtype
 from torchrl_grpo.planning.workload import MAX_ROWS
 
 
@@ -35,6 +36,7 @@ class TransformersEngine(SteppingEngine):
         pad_token_id: token that fills the left of short prompts; it is masked, so any id works.
         max_rows: largest number of responses generated at a time.
         head_dtype: data type of the output head's products; None for the model's number format.
+        pictures: processor of a model for pictures and text; None for text alone.
 
     Raises:
         ModelError: ``head_dtype`` is given, and the model's head is not a single matrix product.
@@ -47,6 +49,7 @@ class TransformersEngine(SteppingEngine):
         pad_token_id: int,
         max_rows: int = MAX_ROWS,
         head_dtype: torch.dtype | None = None,
+        pictures: PictureProcessor | None = None,
     ) -> None:
         choose_kernels()
         if head_dtype is not None:
@@ -62,6 +65,7 @@ class TransformersEngine(SteppingEngine):
         self.eos_token_ids = torch.tensor(list(eos_token_ids))
         self.pad_token_id = pad_token_id
         self.max_rows = max_rows
+        self.pictures = pictures
         self._device = next(model.parameters()).device
         self._asleep = False
         # Name under which the weights of each parameter are published, by name of the parameter.
@@ -78,7 +82,14 @@ class TransformersEngine(SteppingEngine):
         if self._batch is None:
             chosen, self._waiting = _whole_groups(self._waiting, self.max_rows)
             self._batch = _Batch(
-                self._step, chosen, self.eos_token_ids, self.pad_token_id, self._device, self.model.config
+                self._step,
+                chosen,
+                self.eos_token_ids,
+                self.pad_token_id,
+                self._device,
+                self.model.config,
+                self._picture_inputs,
+                () if self.pictures is None else self.pictures.blocked,
             )
         ended = self._batch.step()
         if not self._batch.running:
@@ -91,8 +102,16 @@ class TransformersEngine(SteppingEngine):
         self._batch, self._waiting = None, []
         return taken
 
+    def _picture_inputs(self, requests: Sequence[Request]) -> PictureInputs | None:
+        if self.pictures is None:
+            return None
+        files = [request.pictures.files if request.pictures else () for request in requests]
+        return PictureInputs(backbone(self.model), self.pictures, files)
+
     @torch.no_grad()
-    def _step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _step(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **inputs: Tensor
+    ) -> Tensor:
         output = self.model(
             input_ids=ids,
             attention_mask=mask.long(),
@@ -100,6 +119,7 @@ class TransformersEngine(SteppingEngine):
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **inputs,
         )
         logits: Tensor = output.logits
         return logits[:, -1]
@@ -178,35 +198,44 @@ class _Batch:
         pad_token_id: token that fills the left of short prompts.
         device: device of the model.
         config: configuration of the model, which the cache needs.
+        picture_inputs: function that returns the pictures of requests, or None for a model of text.
+        blocked: tokens that are never sampled.
     """
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor],
+        forward: Callable[..., Tensor],
         requests: Sequence[Request],
         eos_token_ids: Tensor,
         pad_token_id: int,
         device: torch.device,
         config: PreTrainedConfig,
+        picture_inputs: Callable[[Sequence[Request]], PictureInputs | None],
+        blocked: Sequence[int],
     ) -> None:
         self._forward = forward
+        self._blocked = list(blocked)
         self._requests = requests
         self._eos_token_ids = set(eos_token_ids.tolist())
         self._device = device
         self._token_ids: list[list[int]] = [[] for _ in requests]
         self._log_probs: list[list[float]] = [[] for _ in requests]
         self.running = set(range(len(requests)))
-        runs = [
-            list(run) for _, run in itertools.groupby(requests, key=lambda request: tuple(request.tokens))
-        ]
+        runs = [list(run) for _, run in itertools.groupby(requests, key=lambda request: request.prompt)]
         ids, mask = (t.to(device) for t in pad_left([run[0].tokens for run in runs], pad_token_id))
         repeats = torch.tensor([len(run) for run in runs], device=device)
         self._cache = DynamicCache(config=config)
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        self._logits = forward(ids, mask, positions, self._cache).repeat_interleave(repeats, 0)
+        positions, inputs = (mask.long().cumsum(-1) - 1).clamp(min=0), {}
+        next_position = mask.sum(-1)
+        pictures = picture_inputs([run[0] for run in runs])
+        if pictures is not None:
+            positions = pictures.positions(ids.cpu(), mask.cpu()).to(device)
+            next_position = positions.reshape(-1, *mask.shape).amax((0, 2)) + 1
+            inputs = pictures.on(device) | pictures.token_types(ids)
+        self._logits = forward(ids, mask, positions, self._cache, **inputs).repeat_interleave(repeats, 0)
         self._cache.batch_select_indices(torch.arange(len(runs), device=device).repeat_interleave(repeats))
         self._mask = mask.repeat_interleave(repeats, 0)
-        self._position = self._mask.sum(-1)
+        self._position = next_position.repeat_interleave(repeats, 0)
         self._moves = torch.ones_like(self._position)
         self._noise = Noise([request.seed for request in requests], device)
         self._samples = any(request.temperature != 0 for request in requests)
@@ -220,7 +249,10 @@ class _Batch:
         """Sample a token for every row, and return the responses that end with it."""
         if self._token_ids[0]:
             self._advance()
-        log_p = torch.log_softmax(self._logits.float() / self._temperature, dim=-1)
+        logits = self._logits.float() / self._temperature
+        if self._blocked:
+            logits[:, self._blocked] = -torch.inf
+        log_p = torch.log_softmax(logits, dim=-1)
         token = log_p.argmax(-1)
         if self._samples:
             token = torch.where(self._greedy, token, _sample(log_p, self._noise))
@@ -267,7 +299,7 @@ def _whole_groups(requests: list[Request], max_rows: int) -> tuple[list[Request]
     if len(requests) <= max_rows:
         return requests, []
     cut = max_rows
-    while cut > 0 and tuple(requests[cut - 1].tokens) == tuple(requests[cut].tokens):
+    while cut > 0 and requests[cut - 1].prompt == requests[cut].prompt:
         cut -= 1
     cut = cut or max_rows
     return requests[:cut], requests[cut:]
@@ -290,4 +322,10 @@ def build(
     """Build the engine; see :func:`~torchrl_grpo.inference.build.build_engine`."""
     options = cfg.inference_model
     model = load_model(source, cfg.model, device, resolve_dtype(options.dtype, device))
-    return TransformersEngine(model, eos_token_ids, pad_token_id, head_dtype=resolve_head(options.head_dtype))
+    return TransformersEngine(
+        model,
+        eos_token_ids,
+        pad_token_id,
+        head_dtype=resolve_head(options.head_dtype),
+        pictures=load_processor(source, cfg.model),
+    )

@@ -17,6 +17,7 @@ from torchrl_grpo.runtime.hardware import installed_version
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
     from torch import nn
     from vllm import LLM, SamplingParams
     from vllm.config import VllmConfig
@@ -87,21 +88,38 @@ def sampling_params(**options: Any) -> SamplingParams:
     return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **options)
 
 
-def add_request(llm: LLM, name: str, tokens: Sequence[int], params: SamplingParams) -> None:
-    """Queue a request under a name of its own."""
+def add_request(
+    llm: LLM, name: str, tokens: Sequence[int], params: SamplingParams, pictures: Sequence[Image] = ()
+) -> None:
+    """Queue a request under a name of its own.
+
+    Args:
+        llm: the engine.
+        name: name of the request.
+        tokens: tokens of the prompt, with one mark for each picture.
+        params: how to sample.
+        pictures: pictures of the prompt.
+    """
     from vllm.inputs import TokensPrompt
 
-    llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(tokens)), params)
+    prompt = TokensPrompt(prompt_token_ids=list(tokens))
+    if pictures:
+        prompt["multi_modal_data"] = {"image": list(pictures)}
+    llm.llm_engine.add_request(name, prompt, params)
 
 
-def step(llm: LLM) -> list[tuple[str, Any]]:
-    """Make one step of all running requests, and return names and vLLM's completions of those that ended."""
+def step(llm: LLM) -> list[tuple[str, Any, int]]:
+    """Make one step of all running requests.
+
+    Returns:
+        Of each that ended, its name, vLLM's completion, and the number of tokens of its prompt.
+    """
     from vllm import RequestOutput
 
     ended = [
         output for output in llm.llm_engine.step() if isinstance(output, RequestOutput) and output.finished
     ]
-    return [(output.request_id, output.outputs[0]) for output in ended]
+    return [(output.request_id, output.outputs[0], len(output.prompt_token_ids or ())) for output in ended]
 
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:

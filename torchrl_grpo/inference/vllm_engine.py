@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks.engine import with_keys
+from torchrl_grpo.data.pictures import decode
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes, vllm_compat
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.vllm_arguments import engine_options, name_of, vllm_arguments
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
+from torchrl_grpo.models.loading import load_processor
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.runtime.own_variables import set_own
@@ -41,6 +43,7 @@ class VLLMEngine(SteppingEngine):
         max_model_len: largest number of tokens of prompt and response together.
         gpu_memory_utilization: share of the GPU's memory that vLLM may take.
         engine_args: further arguments of vLLM's ``LLM``.
+        blocked: tokens that are never sampled.
         options: the other arguments of :func:`~torchrl_grpo.inference.vllm_arguments.vllm_arguments`.
 
     Raises:
@@ -58,6 +61,7 @@ class VLLMEngine(SteppingEngine):
         gpu_memory_utilization: float,
         head_dtype: torch.dtype | None = None,
         engine_args: Mapping[str, Any] | None = None,
+        blocked: Sequence[int] = (),
         **options: Any,
     ) -> None:
         # vLLM reads these when it is imported or started. Weights can be loaded in place only in-process.
@@ -122,12 +126,17 @@ class VLLMEngine(SteppingEngine):
         vllm_classes.assign_decorated_classes(self._weights.model, changed)
         _check_head(self._weights.model, dtype, head_dtype)
         self._names = itertools.count()
-        self._running: dict[str, Hashable] = {}
+        self._running: dict[str, Request] = {}
+        self._blocked = blocked
         self._gpu_memory_utilization = gpu_memory_utilization
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             name = str(next(self._names))
+            tokens, pictures = request.tokens, request.pictures
+            if pictures is not None and pictures.files:
+                # vLLM puts the tokens of a picture in place of its mark.
+                tokens = [*pictures.written, *tokens[pictures.tokens :]]
             parameters = vllm_compat.sampling_params(
                 max_tokens=request.max_new_tokens,
                 temperature=request.temperature,
@@ -136,23 +145,35 @@ class VLLMEngine(SteppingEngine):
                 ignore_eos=request.ignore_eos,
                 stop_token_ids=list(request.stop_token_ids),
                 detokenize=False,
+                # As far below the others as vLLM allows: their probability is 0 in float32.
+                logit_bias=dict.fromkeys(self._blocked, -100.0) or None,
             )
-            vllm_compat.add_request(self.llm, name, request.tokens, parameters)
-            self._running[name] = request.key
+            shown = [] if pictures is None else [decode(data) for data in pictures.files]
+            vllm_compat.add_request(self.llm, name, tokens, parameters, shown)
+            self._running[name] = request
 
     def step(self) -> list[tuple[Hashable, Completion]]:
         with self._stance():
             ended = vllm_compat.step(self.llm)
-        return [
-            (self._running.pop(name), _completion(output.token_ids, output.logprobs, output.finish_reason))
-            for name, output in ended
-        ]
+        completions = []
+        for name, output, length in ended:
+            request = self._running.pop(name)
+            if length != len(request.tokens):
+                raise ModelError(
+                    f"inference_model.backend=vllm: vLLM makes {length} tokens of a prompt with pictures of "
+                    f"which the model's processor makes {len(request.tokens)}, so the trainer would score "
+                    "another prompt; write inference_model.backend=transformers"
+                )
+            completions.append(
+                (request.key, _completion(output.token_ids, output.logprobs, output.finish_reason))
+            )
+        return completions
 
     def abort_all(self) -> dict[Hashable, Completion]:
         # vLLM returns only complete outputs, so unfinished ones are read from its own state.
         taken = {
-            key: _completion(*vllm_compat.unfinished_output(self.llm, name), "aborted")
-            for name, key in self._running.items()
+            request.key: _completion(*vllm_compat.unfinished_output(self.llm, name), "aborted")
+            for name, request in self._running.items()
         }
         self.llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
@@ -266,4 +287,5 @@ def build(
 ) -> VLLMEngine:
     """Build the engine; see :func:`~torchrl_grpo.inference.build.build_engine`."""
     options = engine_options(cfg, device, max_num_seqs, gpu_memory_utilization, sleeps)
-    return VLLMEngine(source, device=device, **options)
+    pictures = load_processor(source, cfg.model)
+    return VLLMEngine(source, device=device, blocked=() if pictures is None else pictures.blocked, **options)

@@ -1,4 +1,4 @@
-"""Check that ``model.name`` is a causal language model, from its local files."""
+"""Check that ``model.name`` is a causal language model, or one for pictures, from its local files."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ def check_kind(cfg: ModelConfig) -> None:
         return  # read_shape() reports the error
     if not isinstance(settings, dict):
         return  # as well
+    if cfg.pictures:
+        _check_reads_pictures(cfg, settings)
+        return
     architectures = [str(name) for name in settings.get("architectures") or ()]
     if not _suspicious(settings, architectures) or _brings_its_own(settings, cfg):
         return
@@ -44,6 +47,19 @@ def check_kind(cfg: ModelConfig) -> None:
         "transformers has no causal language model of this type; write the name of a text-only instruct "
         "model instead"
     )
+
+
+def _check_reads_pictures(cfg: ModelConfig, settings: dict[str, Any]) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    kind = settings.get("model_type")
+    has_own = cfg.trust_remote_code and "AutoModelForImageTextToText" in (settings.get("auto_map") or {})
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not has_own:
+        raise ModelError(
+            f"model.name={cfg.name}: model.pictures=true needs a model for pictures and text, and "
+            f"transformers has none of the type {kind}; write the name of one, such as "
+            "Qwen/Qwen3-VL-4B-Instruct, or model.pictures=false"
+        )
 
 
 def _suspicious(settings: dict[str, Any], architectures: list[str]) -> bool:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import smollm2
+from torchrl_grpo.models.pictures import PictureProcessor, attach
 from torchrl_grpo.models.quantization import loading_options
 from torchrl_grpo.models.shape import model_folder
 from torchrl_grpo.runtime import hub
@@ -43,13 +52,41 @@ def resolve(cfg: ModelConfig) -> str:
         raise _cannot_load("model", cfg, error) from error
 
 
+def load_processor(source: str, cfg: ModelConfig) -> PictureProcessor | None:
+    """Load what prepares pictures for the model at ``source``; None without ``model.pictures``.
+
+    Raises:
+        ModelError: the processor cannot be loaded, or takes no pictures.
+    """
+    if not cfg.pictures:
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise _cannot_load("processor for pictures (model.pictures)", cfg, error) from error
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token"):
+        raise ModelError(
+            f"model.name={cfg.name}: it has no processor for pictures, which model.pictures=true needs; "
+            "choose a model for pictures and text, or write model.pictures=false"
+        )
+    return PictureProcessor(processor)
+
+
 def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``source`` with a pad token and the chat template of ``model.chat_template``.
+
+    With ``model.pictures``, the model's processor is attached to it.
 
     Raises:
         ModelError: the tokenizer cannot be loaded, has no end token, or has no chat template.
     """
     tokenizer = read_tokenizer(source, cfg)
+    pictures = load_processor(source, cfg)
+    if pictures is not None:
+        own = pictures.processor
+        tokenizer = own.tokenizer
+        tokenizer.chat_template = own.chat_template or tokenizer.chat_template
+        attach(tokenizer, pictures)
     if cfg.chat_template is not None:
         path = expanded(cfg.chat_template)
         looks_like_file = "{" not in cfg.chat_template
@@ -68,6 +105,8 @@ def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"{cfg.shown}: its tokenizer has no end-of-sequence token; choose another")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if pictures is not None:
+        pictures.processor.chat_template = tokenizer.chat_template
     return tokenizer
 
 
@@ -131,7 +170,9 @@ def load_model(
     quantized: str = "none",
     instead: str = "start a new run with a smaller model.name",
 ) -> PreTrainedModel:
-    """Load the causal language model at ``source``, in evaluation mode.
+    """Load the causal language model at ``source``, or with ``model.pictures`` one for pictures and text.
+
+    It is in evaluation mode.
 
     Args:
         source: folder or hub name.
@@ -151,7 +192,7 @@ def load_model(
         f"{cfg.shown}: memory ran out while it was loaded on {device} in {dtype_name}: {instead}"
     ):
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = (AutoModelForImageTextToText if cfg.pictures else AutoModelForCausalLM).from_pretrained(
                 source,
                 dtype=dtype,
                 trust_remote_code=cfg.trust_remote_code,

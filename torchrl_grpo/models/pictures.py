@@ -42,16 +42,26 @@ class PictureProcessor:
         self.mark = str(processor.image_token)
         self.token_ids = _known(processor, "image_token_ids")
         self.blocked = tuple(sorted({*self.token_ids, *_known(processor, "video_token_ids")}))
+        self._replacements: dict[tuple[tuple[int, int], ...], list[str]] = {}
 
-    def replacements(self, pictures: Sequence[Image]) -> list[str]:
-        """Return the text that takes the place of each picture's mark.
+    def replacements(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """Return the text that takes the place of each picture's mark. It depends on their sizes only.
+
+        Args:
+            sizes: width and height of each picture of a prompt.
 
         Raises:
             ValueError: a picture does not suit the model.
         """
-        output = self._process(pictures, return_text_replacement_offsets=True)
-        (places,) = output["text_replacement_offsets"]
-        return [str(place["replacement"]) for place in places]
+        from PIL import Image
+
+        known = tuple(sizes)
+        if known not in self._replacements:
+            blank = [Image.new("RGB", size) for size in known]
+            output = self._process(blank, return_text_replacement_offsets=True)
+            (places,) = output["text_replacement_offsets"]
+            self._replacements[known] = [str(place["replacement"]) for place in places]
+        return self._replacements[known]
 
     def features(self, pictures: Sequence[Image]) -> dict[str, Tensor]:
         """Return the inputs of the model for pictures, which are in the order of their tokens."""
@@ -131,8 +141,9 @@ class PictureInputs:
         )[0]
         return positions.masked_fill(~mask, 0)
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the features on a device, with numbers in ``dtype``."""
+    def on(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the features on a device, in the number format of the model."""
+        dtype = self._backbone.dtype
         return {
             name: value.to(device, dtype if value.is_floating_point() else value.dtype)
             for name, value in self.features.items()

@@ -66,7 +66,10 @@ def load_reference(
     # The head must round like the policy's. Otherwise equal models would have a divergence.
     head_dtype = resolve_head(cfg.train_model.head_dtype)
     temperature = cfg.inference_model.temperature
-    scorer = TokenScorer(model, temperature, autocast, shares_prefix, head_dtype=head_dtype)
+    pictures = loading.load_processor(source, cfg.model)
+    scorer = TokenScorer(
+        model, temperature, autocast, shares_prefix, head_dtype=head_dtype, pictures=pictures
+    )
     choose_attention(scorer, cfg.train_model.prefix_attention, cfg.inference_model.max_model_len)
     if cfg.train_model.fused_head:
         scorer.fuse_head()

@@ -16,6 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import lora
+from torchrl_grpo.models.pictures import processor_of
 
 
 class Named(Protocol):
@@ -41,8 +42,16 @@ def save(
     else:
         whole = None if weights in (None, model) else {n: p.cpu() for n, p in weights.named_parameters()}
         _save_model(model, folder, whole)
-    tokenizer.save_pretrained(folder)
+    _save_tokenizer(tokenizer, folder)
     _open_to_all(folder)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer, with the processor that is attached to it."""
+    tokenizer.save_pretrained(folder)
+    pictures = processor_of(tokenizer)
+    if pictures is not None:
+        pictures.processor.save_pretrained(folder)
 
 
 def _save_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> None:
@@ -81,7 +90,7 @@ def _save_merged_parts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         del config.quantization_config
     config.save_pretrained(folder)
     _save_generation_config(model, folder)
-    tokenizer.save_pretrained(folder)
+    _save_tokenizer(tokenizer, folder)
 
 
 def try_out(
@@ -109,10 +118,10 @@ def try_out(
             _save_merged_parts(model, tokenizer, folder)
         elif lora.adapted_layers(model):
             lora.save_adapters(model, folder)
-            tokenizer.save_pretrained(folder)
+            _save_tokenizer(tokenizer, folder)
         else:
             _save_model(model, folder, {})
-            tokenizer.save_pretrained(folder)
+            _save_tokenizer(tokenizer, folder)
         AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:

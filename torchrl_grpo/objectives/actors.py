@@ -6,7 +6,7 @@ TensorDict.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ def score(
     inputs: Callable[[], Inputs],
     mask: Tensor,
     keys: ActorKeys,
+    pictures: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Score the responses of a batch with an actor of any kind.
 
@@ -87,6 +88,7 @@ def score(
         inputs: function that returns prompt ``[P, L]``, its mask, response ``[P, G, T]`` and its mask.
         mask: ``[P, G, T]`` bool, True for tokens that the loss counts. Values elsewhere become zero.
         keys: output keys of the actor.
+        pictures: further arguments of a ``TokenScorer`` of a model for pictures.
 
     Returns:
         Log-probabilities ``[P, G, T]``, entropies ``[P, G, T]`` in nats or None if the actor gives none, and
@@ -96,7 +98,7 @@ def score(
         ValueError: the log-probabilities are missing, or an output has the wrong shape.
     """
     if not isinstance(actor, TensorDictModuleBase):
-        log_probs, entropy, *more = actor(*inputs())
+        log_probs, entropy, *more = actor(*inputs(), **(pictures or {}))
         return log_probs, entropy, more[0] if more else None
     if _reads_rows(actor):
         return _score_rows(actor, inputs(), keys.full_log_prob), None, None

@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from torchrl_grpo.batch.schema import picture_inputs
 from torchrl_grpo.config.derived import initial_kl_coef
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -330,6 +331,7 @@ class GroupPolicyLoss(LossModule):
             inputs,
             tensordict.get(keys.loss_mask),
             actors.ActorKeys(keys.actor_log_prob, keys.actor_full_log_prob, keys.actor_entropy),
+            picture_inputs(tensordict) if isinstance(self.actor_network, TokenScorer) else None,
         )
 
     def has_gradient(self, tensordict: TensorDictBase) -> Tensor:

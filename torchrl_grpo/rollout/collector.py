@@ -60,6 +60,7 @@ class GroupSource:
             [Response() for _ in range(self.env.batch_size[1])],
             self.env.problem_of(prompt),
             None if self.teacher_prompt is None else self.teacher_prompt(prompt.example),
+            prompt.pictures,
         )
 
     def score_rewards(self, groups: Sequence[Group]) -> list[ScoredGroup]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.inference.protocol import Completion, PromptPictures
 from torchrl_grpo.rewards.types import ResponseScore
 
 # Of each of G responses, the log-probabilities of its T tokens under the reference model or the teacher. With
@@ -63,6 +63,8 @@ class Group:
         problem: the problem, if the responses are episodes of several turns, which an environment starts with
             it; otherwise None.
         teacher_prompt: token ids that a teacher reads in place of ``prompt``; None for the same.
+        pictures: pictures of the prompt; None for a model of text. A checkpoint has none, because groups that
+            wait for the trainer are of runs that take no pictures.
     """
 
     group_id: int
@@ -71,6 +73,7 @@ class Group:
     responses: list[Response]
     problem: Example | None = None
     teacher_prompt: list[int] | None = None
+    pictures: PromptPictures | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -84,7 +87,10 @@ class Group:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values only."""
-        return asdict(self)
+        assert self.pictures is None
+        state = asdict(self)
+        del state["pictures"]
+        return state
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Group:

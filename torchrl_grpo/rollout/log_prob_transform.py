@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced
-from torchrl_grpo.batch.schema import sampled_mask
+from torchrl_grpo.batch.schema import picture_inputs, sampled_mask
 from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
@@ -33,7 +33,7 @@ def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
         network: a :class:`TokenScorer`, or what several ranks call in its place.
         piece: groups, see :mod:`~torchrl_grpo.batch.schema`.
     """
-    log_probs: Tensor = network(*_inputs(piece)).log_probs
+    log_probs: Tensor = network(*_inputs(piece), **picture_inputs(piece)).log_probs
     return log_probs
 
 

@@ -122,6 +122,7 @@ def build_round(
     shape = len(groups), len(groups[0].scores)
     scores = [score for scored in groups for score in scored.scores]
     responses = [scored.group.responses for scored in groups]
+    pictures = [scored.group.pictures for scored in groups]
     # What failed on a whole group is equal for all of it, so that it has no influence.
     rewards = [
         [score.parts.get(name, 0.0 if name in score.errors else math.nan) for name in reward_names]
@@ -135,6 +136,7 @@ def build_round(
         torch.tensor([scored.group.group_id for scored in groups])[:, None].repeat(1, shape[1]),
         [[response.versions for response in siblings] for siblings in responses],
         pad_token_id,
+        None if pictures[0] is None else [each.files if each else () for each in pictures],
     )
     rows = [row for scored in groups for row in scored.reference or ()]
     prompts_of_teacher = [scored.group.teacher_prompt for scored in groups]

@@ -28,6 +28,7 @@ from torchrl_grpo.envs.episodes.build import check_environment
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.build import weights_source
+from torchrl_grpo.models.pictures import processor_of
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.models.reference import frozen_source, load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -390,7 +391,12 @@ def build_publisher(
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
     length = probe_length(cfg.inference_model.block_size, cfg.inference_model.max_model_len)
-    prompts = [render(tokenizer, example)[1] for example in first]
+    pictures = processor_of(tokenizer)
+    # The probe is text alone. Tokens of pictures would stand for pictures that are not there.
+    blocked = () if pictures is None else pictures.blocked
+    prompts = [
+        [token for token in render(tokenizer, example)[1] if token not in blocked] for example in first
+    ]
     return WeightPublisher(
         learner.full_model(),
         learner.probe_scorer(),

@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.chat import check_length, render
+from torchrl_grpo.envs.chat import check_length, prompt_pictures, render
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.inference.protocol import Completion, Inference, Sampling
 from torchrl_grpo.observe.stats import mean_interval, pass_at_k, wilson
@@ -69,6 +69,10 @@ class Evaluator:
         rendered = [render(tokenizer, example) for example in examples]
         self.texts = [text for text, _ in rendered]
         self.prompts = [tokens for _, tokens in rendered]
+        self.pictures = [
+            prompt_pictures(tokenizer, example, prompt)
+            for example, prompt in zip(examples, self.prompts, strict=True)
+        ]
         self.what = f"the reward {grader.name}" if grader.primary == MEAN_REWARD else "accuracy"
         longest = cfg.inference_model.max_model_len - cfg.inference_model.max_new_tokens
         for example, prompt in zip(examples, self.prompts, strict=True):
@@ -157,6 +161,8 @@ class Evaluator:
             sampling = Sampling(samples, self.max_new_tokens, self.temperature, seeds)
         if self.episodes:
             sampling = replace(sampling, problems=self.examples)
+        if any(pictures is not None for pictures in self.pictures):
+            sampling = replace(sampling, pictures=self.pictures)
         return engine.generate(self.prompts, sampling)
 
     def _rows(self, completions: list[list[Completion]], grades: list[list[Graded]]) -> list[dict[str, Any]]:

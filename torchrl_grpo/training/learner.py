@@ -26,6 +26,7 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.build import EngineOptions, build_engine
 from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.models.build import build_model
+from torchrl_grpo.models.loading import load_processor
 from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, resolve_head
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
@@ -105,10 +106,11 @@ class Learner:
                 f"model.name={cfg.model.name}: the training ranks have read different weights; name a "
                 "folder that all of them see"
             )
+        pictures = load_processor(spec.weights, cfg.model)
         prepare_for_training(self.model, cfg.train_model)
         fuse_norms(self.model)
         self.shares_prefix = shares_prefix(
-            self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len
+            self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len, pictures
         )
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
         # GPUs of a machine may differ, and all ranks must compute their gradients in the same number format.
@@ -123,6 +125,7 @@ class Learner:
             self.autocast_dtype,
             self.shares_prefix,
             head_dtype=resolve_head(cfg.train_model.head_dtype),
+            pictures=pictures,
         )
         choose_attention(self.scorer, cfg.train_model.prefix_attention, cfg.inference_model.max_model_len)
         # Either all ranks use the kernel or none.

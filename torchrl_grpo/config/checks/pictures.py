@@ -61,6 +61,26 @@ def check_pictures(cfg: Config) -> None:
             raise bad_value(key, value, wrong, f"{fix} {other}")
 
 
+def check_placement(asynchronous: bool, own_process: bool, ranks: int) -> None:
+    """Check where a run with pictures computes.
+
+    Args:
+        asynchronous: whether the script is grpo-async.py.
+        own_process: whether engines are in processes of their own.
+        ranks: number of training ranks.
+
+    Raises:
+        ConfigError: pictures do not travel there yet.
+    """
+    if not (asynchronous or own_process or ranks > 1):
+        return
+    where = (
+        "with grpo-async.py" if asynchronous else "to engines in processes of their own, or to several ranks"
+    )
+    fix = "train_model.num_devices=1 inference_model.num_devices=1 for grpo.py, which share a device"
+    raise bad_value("model.pictures", True, f"pictures do not travel {where} yet", fix)
+
+
 def _check_tasks(cfg: Config) -> None:
     if not cfg.model.pictures:
         wrong = "its questions are about pictures, and model.pictures is false"

@@ -48,11 +48,11 @@ def compute(
         pictures = PictureInputs(body, processor, [files[row] for row in order.tolist()])
         positions = pictures.positions(prompt[order], prompt_mask[order])[..., order.argsort(), :]
         layout = shared_prefix.PrefixLayout(prompt, prompt_mask, response, mask, device, positions)
-        inputs = pictures.on(device, model.dtype) | pictures.token_types(layout.ids)
+        inputs = pictures.on(device) | pictures.token_types(layout.ids)
         return shared_prefix.hidden_states(body, layout, **inputs)
     ids, attention, before = whole_rows(prompt, prompt_mask, response, mask)
     pictures = PictureInputs(body, processor, [row for row in files for _ in range(response.shape[1])])
-    inputs = pictures.on(device, model.dtype) | pictures.token_types(ids.to(device))
+    inputs = pictures.on(device) | pictures.token_types(ids.to(device))
     output = body(
         input_ids=ids.to(device),
         attention_mask=attention.long().to(device),

@@ -63,7 +63,7 @@ def batch(model: PreTrainedModel, processor: PictureProcessor) -> PictureBatch:
             for size in sizes
         ]
         ids = [start]
-        for replacement in processor.replacements(pictures) if pictures else ():
+        for replacement in processor.replacements(sizes) if sizes else ():
             tokens = processor.processor.tokenizer(replacement, add_special_tokens=False)["input_ids"]
             # Pictures are next to each other in no template.
             ids += [*tokens, start]
@@ -87,9 +87,7 @@ def score_one_by_one(model: PreTrainedModel, processor: PictureProcessor) -> Ten
         words = tried.response[p, g][tried.mask[p, g]].to(device)
         inputs = PictureInputs(backbone(model), processor, [tried.files[p]])
         ids = torch.cat([start, words])[None]
-        output = model(
-            input_ids=ids, use_cache=False, **inputs.on(device, model.dtype), **inputs.token_types(ids)
-        )
+        output = model(input_ids=ids, use_cache=False, **inputs.on(device), **inputs.token_types(ids))
         logits = output.logits[0, len(start) - 1 : -1].float()
         logits[:, list(processor.blocked)] = -torch.inf
         log_probs = torch.log_softmax(logits, -1).gather(1, words[:, None])[:, 0]

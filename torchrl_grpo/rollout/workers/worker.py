@@ -201,4 +201,5 @@ class RolloutWorker:
             # An interrupted response must not draw again what it drew for its first tokens.
             derive_seed(seed, "continued", len(done)) if done else seed,
             problem=group.problem,
+            pictures=group.pictures,
         )
