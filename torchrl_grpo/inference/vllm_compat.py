@@ -160,6 +160,15 @@ async def reset_cache(client: AsyncLLM) -> bool:
     return bool(await client.reset_prefix_cache())
 
 
+def reset_encoder_cache(llm: LLM) -> None:
+    """Drop what a vision tower has computed of pictures, which other weights would not.
+
+    A reload of weights empties only the half of this cache that is in the worker, and the next request of a
+    known picture would fail.
+    """
+    llm.llm_engine.reset_encoder_cache()
+
+
 def worker_of(llm: LLM) -> Any:
     """Return the worker that holds the model, of an engine in this process."""
     executor: Any = llm.llm_engine.model_executor

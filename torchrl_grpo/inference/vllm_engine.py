@@ -228,6 +228,8 @@ class VLLMEngine(SteppingEngine):
     def reset_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        if self._blocked:
+            vllm_compat.reset_encoder_cache(self.llm)
 
     def sleep(self) -> None:
         self.llm.sleep(level=2)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.mixture import mixture_parts
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
@@ -23,6 +24,9 @@ def check_pictures(cfg: Config) -> None:
     """
     if cfg.env.dataset == "pictures":
         _check_tasks(cfg)
+    if any(part.cfg.env.dataset == "pictures" for part in mixture_parts(cfg)):
+        wrong = "pictures are not mixed with other data sets yet"
+        raise bad_value("env.mixture", cfg.env.mixture, wrong, "env.dataset=pictures without a mixture")
     if not cfg.model.pictures:
         if "images" in cfg.env.fields:
             wrong = "it names a column of pictures, and model.pictures is false"
