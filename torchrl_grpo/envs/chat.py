@@ -56,7 +56,10 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: s
     control = control_tokens(tokenizer)
     try:
         text = control.render(render_messages, messages, example.trusted)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
+        # A template for text alone may take a message in parts for a text, which is a TypeError.
+        if isinstance(error, TypeError) and processor is None:
+            raise
         roles = ", ".join(message["role"] for message in [*example.messages, *end])
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} refuses messages of "

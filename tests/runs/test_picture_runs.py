@@ -1,0 +1,128 @@
+"""Whole runs on questions with pictures: a tiny random model and the transformers engine, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
+from tiny_vlm import build_tiny_vlm, picture
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import ConfigError, DataError, ModelError
+from torchrl_grpo.tools.verify_resume import read
+from torchrl_grpo.training.job import run, run_async
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tiny_vlm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_vlm(tmp_path_factory.mktemp("vlm"))
+
+
+@pytest.fixture(autouse=True)
+def pictured(config: Config, tiny_vlm_dir: Path) -> None:
+    """Two rounds of four groups of four about drawn pictures."""
+    config.model.name, config.model.pictures = str(tiny_vlm_dir), True
+    config.env.dataset, config.env.data_path = "pictures", None
+    config.env.task_args = {"kinds": ["count", "dice"], "size": 48}
+    config.inference_model.max_model_len = 256
+    config.train.total_dialog_turns = 32
+    config.eval.num_problems = 4
+
+
+def _weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"checkpoints/{step}/model/model.safetensors")
+
+
+@pytest.mark.parametrize("trains_vision", [False, True])
+def test_run_trains_what_it_shall_and_saves_the_processor(
+    train: Runner, tmp_path: Path, tiny_vlm_dir: Path, trains_vision: bool
+) -> None:
+    lines = train("run", train_model__vision_tower=trains_vision)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["advantage/abs_mean"] > 0 for line in lines[1:])
+    before, after = load_file(tiny_vlm_dir / "model.safetensors"), _weights(tmp_path / "run", 2)
+    changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
+    assert any("text_model" in name for name in changed)
+    assert any("vision_model" in name for name in changed) == trains_vision
+    assert any("connector" in name for name in changed) == trains_vision
+    # The next run begins with what this one has saved.
+    train("next", model__name=str(tmp_path / "run/checkpoints/2/model"), train__total_dialog_turns=16)
+
+
+@pytest.mark.float32
+def test_engine_and_trainer_agree(train: Runner) -> None:
+    """The reference is the policy at first, and the proximal log-probabilities are those of the trainer."""
+    first, *_ = without_eval(train("run", policy__kl_coef=0.1, policy__proximal="trainer", train__epochs=2))
+    assert first["policy/logprob_diff"] < 1e-5
+    assert first["mismatch/ratio_outside"] == 0
+    assert abs(first["kl/reference"]) < 1e-5
+
+
+def test_resumed_run_is_the_uninterrupted_run(train: Runner, tmp_path: Path) -> None:
+    settings = {"train__optim_batch_size": 4, "train__epochs": 2, "eval__frequency": 0}
+    whole = train("whole", **settings)
+    assert train("broken", train__checkpoint_frequency=3, checkpoint__keep=9) == whole
+    assert train("broken", resume=str(tmp_path / "broken/checkpoints/3")) == whole
+    assert read(tmp_path / "broken/rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
+
+
+@pytest.mark.float32
+def test_pieces_and_padding_change_nothing_but_rounding(train: Runner) -> None:
+    settings = {"train__total_dialog_turns": 16, "optimizer__lr": 1e-4, "train_model__vision_tower": True}
+    whole = train("whole", **settings)
+    cut = train("cut", train__gradient_accumulation_steps=4)
+    padded = train("padded", train_model__shared_prefix=False)
+    for other in (cut, padded):
+        for name, value in without_eval(whole)[0].items():
+            assert without_eval(other)[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_rows_of_a_file_with_and_without_pictures(train: Runner, config: Config, tmp_path: Path) -> None:
+    rows = [{"question": f"What is {number}?", "answer": "1", "images": []} for number in range(4)]
+    for number in range(8):
+        names = [f"{number}-{part}.png" for part in range(1 + number % 2)]
+        for part, name in enumerate(names):
+            picture(20 + 9 * number, 30, 10 * number + part).save(tmp_path / name)
+        rows.append({"question": "How many?", "answer": str(len(names)), "images": names})
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.env.task_args = {}
+    lines = train("run", env__dataset="jsonl", env__data_path=str(data), inference_model__max_model_len=512)
+    assert len(lines) == 3
+    prompts = {row["prompt"].count("<image>") for row in read(tmp_path / "run/rollouts.jsonl")}
+    assert prompts <= {0, 1, 2} and len(prompts) > 1
+
+
+def test_text_model_is_refused(train: Runner, tiny_model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.pictures=true needs a model for pictures and text"):
+        train("run", model__name=str(tiny_model_dir))
+
+
+def test_model_without_processor_is_refused(train: Runner, tmp_path: Path, tiny_vlm_dir: Path) -> None:
+    for file in tiny_vlm_dir.iterdir():
+        if not file.name.startswith("processor"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match="processor for pictures"):
+        train("run", model__name=str(tmp_path))
+
+
+def test_pictures_that_are_too_large_for_the_context_are_refused(train: Runner) -> None:
+    with pytest.raises(DataError, match=r"tokens with those of its 1 pictures, and at most 24 fit"):
+        train("run", inference_model__max_model_len=30)
+
+
+def test_grpo_async_is_refused(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pictures do not travel with grpo-async\.py yet"):
+        run_async(config, tmp_path / "run")
+
+
+def test_several_ranks_or_engines_elsewhere_are_refused(config: Config, tmp_path: Path) -> None:
+    config.inference_model.num_devices = 2
+    with pytest.raises(ConfigError, match="engines in processes of their own"):
+        run(config, tmp_path / "run")
