@@ -15,6 +15,7 @@ from PIL import Image
 from tiny_vlm import picture
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks.pictures import PICTURE_KINDS
 from torchrl_grpo.config.schema import EnvConfig, EvalConfig, ModelConfig
 from torchrl_grpo.data import load, picture_tasks, pictures
 from torchrl_grpo.data.identity import keys
@@ -208,8 +209,8 @@ def test_limits_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_file_that_changes_during_a_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     path.write_bytes(_png(1))
-    rows = [{"question": "a", "answer": "1", "images": ["one.png"]}, {"question": "b", "answer": "2"}]
-    shown = _by_answer(_load(tmp_path, *rows))["1"].pictures[0]
+    first = {"question": "a", "answer": "1", "images": ["one.png"]}
+    shown = _by_answer(_load(tmp_path, first, {"question": "b", "answer": "2"}))["1"].pictures[0]
     path.write_bytes(_png(2))
     with pytest.raises(DataError, match=r"picture 1 .* has changed since the run started"):
         shown.read()
@@ -225,7 +226,7 @@ def _generated(**arguments: Any) -> Callable[[int, bool], picture_tasks.Generate
     )
 
 
-@pytest.mark.parametrize("kind", picture_tasks.PICTURE_KINDS)
+@pytest.mark.parametrize("kind", PICTURE_KINDS)
 def test_drawn_problems_depend_on_seed_and_number_alone(kind: str) -> None:
     make = _generated(kinds=[kind], size=48)
     first, again, other = (make(seed, False) for seed in (0, 0, 1))
@@ -238,7 +239,7 @@ def test_drawn_problems_depend_on_seed_and_number_alone(kind: str) -> None:
         assert example.truth["answer"]
 
 
-@pytest.mark.parametrize("kind", picture_tasks.PICTURE_KINDS)
+@pytest.mark.parametrize("kind", PICTURE_KINDS)
 def test_no_drawn_problem_is_trained_on_and_held_out(kind: str) -> None:
     make = _generated(kinds=[kind], size=32)
     train = {key for number in range(60) for key in keys(make(0, False)[number])}

@@ -119,7 +119,7 @@ def build_tiny_vlm(folder: Path, family: str = "idefics3", seed: int = 0) -> Pat
 def _without_videos(processor_class: Any) -> Any:
     """Return the class of a processor that takes no video processor, which would need torchvision."""
 
-    class WithoutVideos(processor_class):  # type: ignore[misc]
+    class WithoutVideos(processor_class):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument_name == "video_processor":
                 return None

@@ -103,7 +103,8 @@ class PictureInputs:
     def __init__(
         self, backbone: nn.Module, processor: PictureProcessor, files: Sequence[Sequence[bytes]]
     ) -> None:
-        self._backbone = backbone
+        # Attributes of transformers' models, which have no common class.
+        self._backbone: Any = backbone
         self._token_ids = torch.tensor(processor.token_ids)
         pictures = [decode(data) for row in files for data in row]
         self.features = processor.features(pictures) if pictures else {}
@@ -136,7 +137,7 @@ class PictureInputs:
             **self.features,
         }
         parameters = inspect.signature(self._backbone.get_rope_index).parameters
-        positions: Tensor = self._backbone.get_rope_index(  # type: ignore[operator]
+        positions: Tensor = self._backbone.get_rope_index(
             **{name: value for name, value in known.items() if name in parameters}
         )[0]
         return positions.masked_fill(~mask, 0)
