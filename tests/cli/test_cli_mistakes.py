@@ -502,6 +502,7 @@ BAD: list[tuple[str, str]] = [
     ("env.mixture=[{dataset:gsm8k},{dataset:pictures}]", "pictures are not mixed with other data sets yet"),
     ("env=jsonl env.data_path=. env.fields={question:q,images:i}", "write model.pictures=true beside it"),
     ("model.pictures=true train_model.lora.rank=8", "or train_model.lora.rank=0"),
+    ("model.pictures=true teacher_model.name=/tmp policy.distill_coef=1", "or policy.distill_coef=0"),
     ("model.pictures=true train_model.compile=true", "or train_model.compile=false"),
     ("model.pictures=true train_model.num_devices=2", "or train_model.num_devices=1"),
     ("model.pictures=true env.overlong_prompts=truncate_left", "or env.overlong_prompts=drop"),

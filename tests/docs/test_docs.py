@@ -308,7 +308,7 @@ def test_the_table_of_shapes_is_that_of_the_schema() -> None:
     row = re.compile(r'^\|? ?`?(\("\w+", "\w+"\)|"\w+")`?[ |]+`?(\[[\w, ]+\])`?[ |]+(\w+)', re.MULTILINE)
     code = row.findall((ROOT / "torchrl_grpo" / "batch" / "schema.py").read_text())
     page = row.findall(read(ROOT / "docs" / "step.md"))
-    assert code == page and len(code) == 19
+    assert code == page and len(code) == 21
 
 
 def test_the_bounds_of_weight_verification_are_those_of_the_code() -> None:

@@ -40,9 +40,11 @@ def _scores(
     flat = [completion.token_ids for group in completions for completion in group]
     response, mask = (each.view(len(prompts), 2, -1) for each in pad_right(flat, 0, torch.int64))
     scorer = TokenScorer(model, _TEMPERATURE, shares_prefix=False, pictures=processor)
-    files = join_files([each.files for each in shown])
+    files, sizes = join_files([each.files for each in shown])
     with torch.no_grad():
-        log_probs: Tensor = scorer(prompt, prompt_mask, response, mask, mask, *files).log_probs
+        log_probs: Tensor = scorer(
+            prompt, prompt_mask, response, mask, files=files, file_sizes=sizes
+        ).log_probs
     return log_probs
 
 

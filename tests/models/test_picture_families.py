@@ -33,7 +33,7 @@ _BOTH_WAYS = ("gemma3",)
 _NOT_SHARED = "prompts are run once per response"
 
 
-def _batch(processor: PictureProcessor) -> tuple[list[Tensor], list[list[int]]]:
+def _batch(processor: PictureProcessor) -> tuple[list[Any], list[list[int]]]:
     """Inputs of a scorer, and the tokens of each prompt."""
     tokenizer = processor.processor.tokenizer
     prompts = []
@@ -50,7 +50,9 @@ def _batch(processor: PictureProcessor) -> tuple[list[Tensor], list[list[int]]]:
     response, mask = pad_right(responses, 0, torch.int64)
     shape = (len(prompts), 2, -1)
     files = join_files([[encode(each) for each in pictures] for pictures in _PICTURES])
-    return [prompt, prompt_mask, response.view(shape), mask.view(shape), mask.view(shape), *files], prompts
+    mask = mask.view(shape)
+    # No candidates of a teacher.
+    return [prompt, prompt_mask, response.view(shape), mask, mask, None, *files], prompts
 
 
 def _alone(
@@ -153,7 +155,8 @@ def test_micro_batches_take_pictures_along(float64: object) -> None:
     scorer = TokenScorer(model, _TEMPERATURE, pictures=PictureProcessor(processor))
     tensors, _ = _batch(PictureProcessor(processor))
     together = scorer(*tensors).log_probs
-    apart = torch.cat([scorer(*(tensor[row : row + 1] for tensor in tensors)).log_probs for row in range(4)])
+    rows = [[each if each is None else each[row : row + 1] for each in tensors] for row in range(4)]
+    apart = torch.cat([scorer(*row).log_probs for row in rows])
     torch.testing.assert_close(apart, together, **rounding.EXACT)
 
 

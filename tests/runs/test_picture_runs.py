@@ -64,6 +64,15 @@ def test_engine_and_trainer_agree(train: Runner) -> None:
     assert abs(first["kl/reference"]) < 1e-5
 
 
+@pytest.mark.float32
+def test_family_that_cannot_share_prompts_computes_them_apart(train: Runner, tmp_path: Path) -> None:
+    """The run tests its own model with pictures, in which tokens of Gemma 3 see those after them."""
+    folder = build_tiny_vlm(tmp_path / "gemma3", "gemma3")
+    with pytest.warns(UserWarning, match="prompts are run once per response .* with pictures would change"):
+        first, *_ = without_eval(train("run", model__name=str(folder), eval__frequency=0))
+    assert first["policy/logprob_diff"] < 1e-5
+
+
 def test_resumed_run_is_the_uninterrupted_run(train: Runner, tmp_path: Path) -> None:
     settings = {"train__optim_batch_size": 4, "train__epochs": 2, "eval__frequency": 0}
     whole = train("whole", **settings)

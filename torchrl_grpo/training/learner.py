@@ -110,7 +110,10 @@ class Learner:
         prepare_for_training(self.model, cfg.train_model)
         fuse_norms(self.model)
         self.shares_prefix = shares_prefix(
-            self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len, pictures
+            self.model,
+            cfg.train_model.shared_prefix,
+            cfg.inference_model.max_model_len,
+            pictures=pictures,
         )
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
         # GPUs of a machine may differ, and all ranks must compute their gradients in the same number format.

@@ -103,5 +103,6 @@ def score_batch(model: PreTrainedModel, processor: PictureProcessor, shares_pref
     """
     *tensors, files = batch(model, processor)
     scorer = TokenScorer(model, shares_prefix=shares_prefix, pictures=processor)
-    log_probs: Tensor = scorer(*tensors, None, *join_files(files)).log_probs
+    packed, sizes = join_files(files)
+    log_probs: Tensor = scorer(*tensors, files=packed, file_sizes=sizes).log_probs
     return log_probs.double()
