@@ -36,6 +36,8 @@ def test_settings_of_the_training_are_public(word: str) -> None:
         "model.name=/home/SECRET/model",
         "env.data_path='~/SECRET.jsonl'",
         "env.mixture=[SECRET]",
+        "env.environment='openenv:http://SECRET:8000'",
+        "env.tools=[calculator,'mcp:env KEY=SECRET server']",
         "reward.functions={a:/home/SECRET/a.py:f}",
         "hub.push=SECRET/name",
     ],
@@ -54,7 +56,7 @@ def test_a_public_configuration_has_no_secret() -> None:
         "reward": {"args": {"judge": {"key": "SECRET"}}},
     }
     cfg.env.mixture = [part]
-    cfg.env.tools = ["calculator", "/home/SECRET/tools.py:search"]
+    cfg.env.tools = ["calculator", "/home/SECRET/tools.py:search", "mcp:env KEY=SECRET server"]
     cfg.inference_model.engine_args = {"api_key": "SECRET"}
     cfg.inference_model.servers = ["http://SECRET:8000"]
     cfg.model.name = "/home/SECRET"
