@@ -50,6 +50,7 @@ PARTS = {
     "engines": (
         "runs/test_integration",
         "inference/test_vllm_families",
+        "inference/test_vllm_pictures",
         "inference/test_vllm",
         "inference/test_vllm_server",
         "runs/test_slurm_runs",

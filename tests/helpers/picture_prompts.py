@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from PIL.Image import Image
 from tiny_vlm import picture
+from torch import Tensor
 
 from torchrl_grpo.data import pictures
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import prompt_pictures, render
-from torchrl_grpo.inference.protocol import PromptPictures
+from torchrl_grpo.inference.protocol import Completion, PromptPictures, Sampling
 from torchrl_grpo.models.pictures import PictureProcessor, attach
+from torchrl_grpo.models.scoring.padding import join_files, pad_left, pad_right
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+
+#: Temperature of :func:`sampling`.
+TEMPERATURE = 0.7
 
 #: Two pictures of several sizes, none, one, three, and one that differs from the third in its colors only.
 SHOWN: list[list[Image]] = [
@@ -48,3 +56,34 @@ def prompts_of(processor: Any) -> tuple[list[list[int]], list[PromptPictures]]:
         prompts.append(tokens)
         shown.append(given)
     return prompts, shown
+
+
+def sampling(shown: Sequence[PromptPictures]) -> Sampling:
+    """Return how to sample two responses of six tokens to each prompt."""
+    seeds = [100 * number for number in range(len(shown))]
+    return Sampling(2, 6, TEMPERATURE, seeds, ignore_eos=True, pictures=shown)
+
+
+def scores(
+    model: Any,
+    processor: PictureProcessor,
+    prompts: Sequence[Sequence[int]],
+    shown: Sequence[PromptPictures],
+    completions: Sequence[Sequence[Completion]],
+) -> Tensor:
+    """Log-probabilities ``[P, G, T]`` of the responses, each computed with its own prompt."""
+    prompt, prompt_mask = pad_left(prompts, 0)
+    flat = [completion.token_ids for group in completions for completion in group]
+    response, mask = (each.view(len(prompts), 2, -1) for each in pad_right(flat, 0, torch.int64))
+    scorer = TokenScorer(model, TEMPERATURE, shares_prefix=False, pictures=processor)
+    files, sizes = join_files([each.files for each in shown])
+    with torch.no_grad():
+        log_probs: Tensor = scorer(
+            prompt, prompt_mask, response, mask, files=files, file_sizes=sizes
+        ).log_probs
+    return log_probs
+
+
+def log_probs_of(completions: Sequence[Sequence[Completion]]) -> Tensor:
+    """Return what an engine says of its responses, ``[P, G, T]``."""
+    return torch.tensor([[completion.log_probs for completion in group] for group in completions])
