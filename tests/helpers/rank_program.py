@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import compiler_backend, make_batch, make_model, make_objective
+from batches import VOCAB, compiler_backend, make_batch, make_model, make_objective
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -35,7 +35,8 @@ POLICY: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.01, "kl_inference_co
 CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "llama": ("llama", None, POLICY),
     "llama_tied": ("llama_tied", 30, POLICY),
-    "gpt2": ("gpt2", 30, {}),
+    # The candidates of a teacher are scored too.
+    "gpt2": ("gpt2", 30, {"distill_coef": 0.5, "distill_top_k": 4}),
     "gemma3": ("gemma3", None, {}),
     "qwen3, few groups move": ("qwen3", 25, {}),
 }
@@ -58,6 +59,12 @@ MIXED = {
 def batch_of(case: str, step: int = 1) -> TensorDict:
     """Five groups, so that no number of ranks divides them, of very different lengths."""
     batch = make_batch(P=5, G=3, L=9, T=7, seed=3)
+    if "gpt2" in case:
+        g = torch.Generator().manual_seed(3)
+        shape = *batch["tokens", "response"].shape[:2], 5, batch["tokens", "response"].shape[2]
+        teacher = torch.randn(shape, generator=g, dtype=torch.float32).log_softmax(2)
+        batch["tokens", "candidates"] = torch.randint(0, VOCAB, shape, generator=g)[:, :, :4]
+        batch["log_probs", "candidates"] = teacher[:, :, :4].to(torch.get_default_dtype())
     if "idle" in case and step == 2:
         # No group has a gradient: no backward pass, and yet momentum moves the weights.
         batch["advantage"][:] = 0.0
