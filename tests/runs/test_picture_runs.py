@@ -104,8 +104,14 @@ def test_rows_of_a_file_with_and_without_pictures(train: Runner, config: Config,
     config.env.task_args = {}
     lines = train("run", env__dataset="jsonl", env__data_path=str(data), inference_model__max_model_len=512)
     assert len(lines) == 3
-    prompts = {row["prompt"].count("<image>") for row in read(tmp_path / "run/rollouts.jsonl")}
-    assert prompts <= {0, 1, 2} and len(prompts) > 1
+    rollouts = read(tmp_path / "run/rollouts.jsonl")
+    assert {len(row["pictures"]) for row in rollouts} <= {0, 1, 2}
+    assert all(row["prompt"].count("<image>") == len(row["pictures"]) for row in rollouts)
+    # Each picture is stored once, as it is in the data.
+    names = {name for row in rollouts for name in row["pictures"]}
+    stored = {path.name: path.read_bytes() for path in (tmp_path / "run/pictures").iterdir()}
+    assert stored.keys() == names and len(names) > 0
+    assert set(stored.values()) <= {path.read_bytes() for path in tmp_path.glob("*.png")}
 
 
 def test_text_model_is_refused(train: Runner, tiny_model_dir: Path) -> None:

@@ -261,5 +261,11 @@ def _stored(value: Any, folder: Path) -> bytes | Path:
     return path
 
 
+def file_name(data: bytes) -> str:
+    """Return the name of an encoded picture among stored ones."""
+    known = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"RIFF", ".webp"))
+    return _digest(data) + next((suffix for start, suffix in known if data.startswith(start)), "")
+
+
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]

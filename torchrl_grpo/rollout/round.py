@@ -12,13 +12,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.batch.schema import build_batch, sampled_mask
+from torchrl_grpo.batch.schema import build_batch, picture_inputs, sampled_mask
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.pictures import file_name
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.models.scoring.padding import pad_left, pad_right
+from torchrl_grpo.models.scoring.padding import pad_left, pad_right, split_files
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.log_prob_transform import (
     CANDIDATE_LOG_PROBS,
@@ -315,7 +316,17 @@ def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
             row["verdicts"] = verdicts
     for row, record in zip(rows, round_.records, strict=False):
         row["messages"] = record.messages
+    for number, files in enumerate(pictures_of(groups)):
+        for row in rows[number * samples : (number + 1) * samples]:
+            row["pictures"] = list(files)
     return rows
+
+
+def pictures_of(groups: TensorDictBase) -> list[dict[str, bytes]]:
+    """Return the pictures of each of the P prompts by the names of their files; empty for a model of text."""
+    inputs = picture_inputs(groups)
+    rows = split_files(inputs["files"], inputs["file_sizes"]) if inputs else []
+    return [{file_name(data): data for data in row} for row in rows]
 
 
 def discarded_rows(round_: Round, reasons: Sequence[str]) -> list[dict[str, Any]]:

@@ -33,10 +33,11 @@ from torchrl_grpo.observe.metrics import (
     read_jsonl,
 )
 from torchrl_grpo.observe.past import equal_grades_note, group_size_note
+from torchrl_grpo.observe.pictures import write_pictures
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
-from torchrl_grpo.rollout.round import Round, discarded_rows, rollout_rows
+from torchrl_grpo.rollout.round import Round, discarded_rows, pictures_of, rollout_rows
 from torchrl_grpo.rollout.token_details import token_details
 from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training import early_end
@@ -362,6 +363,7 @@ class Session:
                 details = self._token_details(groups, count)
                 for row, tokens in zip(rows, details, strict=False):
                     row["tokens"] = tokens
+            write_pictures(self.outputs.run_dir, pictures_of(groups))
             self.outputs.rollouts.write(self.counters.step + 1, rows)
             self.outputs.loggers.log_rollouts(rows, self.counters.step + 1)
 
@@ -376,6 +378,7 @@ class Session:
     def write_discarded(self, round_: Round, reasons: list[str]) -> None:
         """Write every response of the groups that the next round leaves out."""
         if self.outputs.discarded is not None:
+            write_pictures(self.outputs.run_dir, pictures_of(round_.groups))
             self.outputs.discarded.write(self.counters.step + 1, discarded_rows(round_, reasons))
 
     def write_too_old(self) -> None:
