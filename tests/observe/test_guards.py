@@ -187,6 +187,7 @@ def test_answers_that_become_short_and_no_better_while_a_part_of_the_reward_rise
         return [*begin, row(2, reward__mean=0.01, reward__digits=digits, **end)]
 
     assert watch(lines(0.18, 22.0, 0.9)) == [(2, "short_answers")]
+    assert watch(lines(0.21, 22.0, 0.9)) == [(2, "short_answers")], "better by chance"
     assert watch(lines(0.6, 22.0, 0.9)) == [], "they are better"
     assert watch(lines(0.18, 60.0, 0.9)) == [], "they are not that short"
     assert watch(lines(0.18, 22.0, 0.21)) == [], "nothing was paid for it"

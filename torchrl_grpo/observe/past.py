@@ -85,7 +85,8 @@ class Past:
         risen: reward, or part of it, that is higher since the last evaluation than before the best one, and
             rose most; None if none is.
         shorter: factor by which held-out responses have become shorter than in the first evaluation, if
-            rewards rose and the held-out value did not; 1 otherwise.
+            rewards rose and the held-out value stayed within the 95 % interval of that one, or below it; 1
+            otherwise.
         constant: expected share of groups without a signal, by the accuracy of the first evaluation; None
             without one.
         float32: whether engine and trainer both compute in float32.
@@ -157,10 +158,10 @@ class Past:
         if self._first is None:
             self._first, self._first_length = present, length
             self.constant = self._expected_constant(row)
-        gained = (
-            _largest_rise(self._first_rewards, rewards) is not None and present.value <= self._first.value
-        )
-        self.shorter = self._first_length / length if gained and length and self._first_length else 1.0
+        # Of few problems, one more is right by chance.
+        is_better = present.value > self._first.high
+        is_paid = _largest_rise(self._first_rewards, rewards) is not None and not is_better
+        self.shorter = self._first_length / length if is_paid and length and self._first_length else 1.0
         best = self._best
         if best is None or present.value > best.value:
             self._best, self.fall, self.risen = present, 0.0, None

@@ -342,7 +342,7 @@ RULES = (
         window=1,
         unit="evaluation",
         seen="held-out responses became {number:.1f} times as short ({row[eval/response_length]:.0f} tokens) "
-        "and no better, while rewards rose",
+        "without a clear gain in the held-out value, while rewards rose",
         advice="short answers earn the rewards without solving the task: give one that checks the result "
         "more weight in reward.weights (eval.reward names the one that grades); policy.kl_coef holds the "
         "policy back",
