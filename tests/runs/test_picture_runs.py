@@ -108,9 +108,9 @@ def test_rows_of_a_file_with_and_without_pictures(train: Runner, config: Config,
     assert {len(row["pictures"]) for row in rollouts} <= {0, 1, 2}
     assert all(row["prompt"].count("<image>") == len(row["pictures"]) for row in rollouts)
     # Each picture is stored once, as it is in the data.
-    names = {name for row in rollouts for name in row["pictures"]}
+    used = {name for row in rollouts for name in row["pictures"]}
     stored = {path.name: path.read_bytes() for path in (tmp_path / "run/pictures").iterdir()}
-    assert stored.keys() == names and len(names) > 0
+    assert stored.keys() == used and len(used) > 0
     assert set(stored.values()) <= {path.read_bytes() for path in tmp_path.glob("*.png")}
 
 
