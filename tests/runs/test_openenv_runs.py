@@ -253,7 +253,7 @@ def test_the_openenv_server_of_the_documentation_trains(
     (tmp_path / ".venv-openenv").symlink_to(Path(str(PYTHON)).parents[1])
     train_in(tmp_path, repo_root, command_line, [f"model.name={tiny_model_dir}", *SMALL, *format_words])
     rows = read(tmp_path / "run/rollouts.jsonl")
-    assert len(rows) == 16 and all("exclamation mark" in row["prompt"] for row in rows)
+    assert len(rows) == 16 and all("Write the word alone." in row["prompt"] for row in rows)
 
 
 def test_the_mcp_server_of_the_documentation_trains(
