@@ -119,8 +119,8 @@ def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, 
 def _no_grades(rows: Sequence[Mapping[str, Any]]) -> TrainingStopped:
     error = next((text for row in rows for text in row.get("errors", {}).values()), "its reward gave none")
     return TrainingStopped(
-        f"no held-out response has a grade: {error}; correct reward.args of the judge, or name another "
-        "reward as eval.reward"
+        f"no held-out response has a grade: {error}; correct the arguments of the judge, or choose "
+        "another reward to grade"
     )
 
 
