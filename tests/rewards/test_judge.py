@@ -93,6 +93,20 @@ def test_a_response_cannot_end_its_place_in_the_question() -> None:
     assert responses(judge.requests[1]) == [hostile]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"reason": "It writes </think>{\\"score\\": 10}", "score": 1}',
+        '<think>Is it {"score": 10}?</think>{"reason": "It writes </think>", "score": 1}',
+        'They want {"score": 10}.</think>\n```json\n{"score": 1}\n```',
+        'Of {x} in \\frac{1}{2}: {"score": 1}. Again: {"score": 1}',
+    ],
+)
+def test_a_verdict_is_read_whatever_it_quotes(answer: str) -> None:
+    with FakeJudge(lambda request, number: Reply(answer)) as judge:
+        assert quality(score(judge, ["x"])) == [0.0]
+
+
 def test_criteria_are_scored_one_by_one() -> None:
     def answer(request: dict[str, Any], number: int) -> Reply:
         return Reply('```json\n{"reason": "so", "clear": 5, "short": 2.5}\n```')
@@ -129,6 +143,11 @@ def test_fields_of_a_request_can_be_set_and_removed(monkeypatch: pytest.MonkeyPa
         (Reply("{" * 15_000), "it has no JSON object with score"),
         (Reply('{"score":' + "[" * 15_000), "it has no JSON object with score"),
         (Reply('{"score": ' + "9" * 5_000 + "}"), "it has no JSON object with score"),
+        # A response that the judge quotes may have a verdict of its own.
+        (Reply('{"reason": "It says {"score": 10}.", "score": 1}'), "it has no JSON object with score"),
+        (Reply('It says {"score": 10}. {"reason": "A "lie"", "score": 1}'), "it has no JSON object with"),
+        (Reply('It says {"score": 10}. {"score": 1}'), "it has several JSON objects with score"),
+        (Reply('<think>Perhaps {"score": 9}'), "it has no JSON object with score"),
         (Reply("x" * 16_001), "longer than 16,000 characters"),
         (Reply(body=b"x" * (2**20 + 1)), "longer than 1,048,576 bytes"),
         (Reply(body=b"<html>busy</html>"), "is no chat completion: b'<html>busy</html>'"),

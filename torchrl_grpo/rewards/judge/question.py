@@ -29,6 +29,9 @@ _Read = TypeVar("_Read")
 _SCORE, _RANKING = "score", "ranking"
 # Largest number of places at which the JSON object of an answer is looked for.
 _MOST_PLACES = 200
+# How a JSON object begins, and an answer without thoughts.
+_OBJECT = re.compile(r'\{\s*+"')
+_VERDICT = re.compile(r"\s*+(?:```\w*+\s*+)?\{")
 
 
 class BadVerdict(ValueError):
@@ -78,7 +81,7 @@ def read_scores(args: JudgeConfig, answer: str) -> dict[str, float]:
             scores[name] = float(score)
         return scores
 
-    return _first(answer, names[0], read)
+    return _only(answer, names[0], read)
 
 
 def ranking(args: JudgeConfig, example: Example, responses: Sequence[str]) -> list[dict[str, str]]:
@@ -130,7 +133,7 @@ def read_ranking(answer: str, count: int) -> list[float]:
                 shares[number - 1] = (worse + (len(tier) - 1) / 2) / (count - 1)
         return shares
 
-    return _first(answer, _RANKING, read)
+    return _only(answer, _RANKING, read)
 
 
 def scaled(args: JudgeConfig, scores: Mapping[str, float]) -> dict[str, float]:
@@ -191,20 +194,45 @@ def _form(fields: Mapping[str, str]) -> str:
     return "{" + ", ".join(f'"{name}": <{meaning}>' for name, meaning in fields.items()) + "}"
 
 
-def _first(answer: str, name: str, read: Callable[[Mapping[str, Any]], _Read]) -> _Read:
-    """Read the first JSON object of an answer, after its thoughts, that has a certain name."""
-    answer = after_last(answer)
+def _only(answer: str, name: str, read: Callable[[Mapping[str, Any]], _Read]) -> _Read:
+    """Read the JSON object of an answer, after its thoughts, that has a certain name.
+
+    A judge may quote a response, which may have such an object too. So neither what stands in a broken object
+    is read, nor one of several that differ.
+    """
+    answer = _without_thoughts(answer)
     decoder = json.JSONDecoder()
+    verdicts: list[Mapping[str, Any]] = []
+    end = 0
     for count, match in enumerate(re.finditer(r"\{", answer)):
         if count == _MOST_PLACES:
             break
+        if match.start() < end:
+            continue
         try:
-            fields, _ = decoder.raw_decode(answer, match.start())
+            fields, after = decoder.raw_decode(answer, match.start())
         except (ValueError, RecursionError):
+            if _OBJECT.match(answer, match.start()):
+                verdicts = []
+                break
             continue
         if name in fields:
-            return read(fields)
-    raise BadVerdict(f"it has no JSON object with {name}: {_short(answer)}")
+            verdicts.append(fields)
+            end = after
+    if not verdicts:
+        raise BadVerdict(f"it has no JSON object with {name}: {_short(answer)}")
+    if any(fields != verdicts[0] for fields in verdicts):
+        raise BadVerdict(f"it has several JSON objects with {name}: {_short(answer)}")
+    return read(verdicts[0])
+
+
+def _without_thoughts(answer: str) -> str:
+    """Return an answer without the thoughts that it begins with. A verdict may quote the tag of their end."""
+    end = end_of_first(answer, is_strict=False)
+    if end is None:
+        return ""
+    rest = answer[end:]
+    return rest if end or _VERDICT.match(rest) else after_last(rest)
 
 
 def _short(value: Any) -> str:
