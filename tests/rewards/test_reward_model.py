@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import closing
@@ -127,12 +128,18 @@ def test_a_conversation_that_is_too_long_is_an_error_and_not_cut(tmp_path: Path)
         ("labels", "has 3 labels, and a reward model has one"),
         ("template", "has no chat template, without which it cannot read a conversation"),
         ("nothing", "cannot be loaded"),
+        ("score", r"lacks score\.weight, so its scores would be random"),
     ],
 )
 def test_what_is_no_reward_model_is_refused(tmp_path: Path, change: str, message: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    if change != "nothing":
+    if change == "score":
+        # A language model whose configuration says that it has one label.
+        config_file = build_tiny_model(folder) / "config.json"
+        labels = {"id2label": {"0": "LABEL_0"}}
+        config_file.write_text(json.dumps(json.loads(config_file.read_text()) | labels))
+    elif change != "nothing":
         build(folder, labels=3 if change == "labels" else 1)
     if change == "template":
         tokenizer = AutoTokenizer.from_pretrained(folder)

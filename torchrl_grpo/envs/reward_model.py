@@ -30,7 +30,7 @@ class RewardModel:
         max_tokens: longest conversation; None for what the model can read.
 
     Raises:
-        ModelError: it cannot be loaded, has not exactly one label, or has no chat template.
+        ModelError: it cannot be loaded, has not exactly one label, lacks weights, or has no chat template.
     """
 
     def __init__(
@@ -39,16 +39,23 @@ class RewardModel:
         hub.why_unreachable()
         try:
             self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-                source, dtype=getattr(torch, dtype)
+            loaded = AutoModelForSequenceClassification.from_pretrained(
+                source, dtype=getattr(torch, dtype), output_loading_info=True
             )
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"hf:{source} cannot be loaded: {first_line(error)}; name another model"
             ) from error
+        model: PreTrainedModel = loaded[0]
         if model.config.num_labels != 1:
             raise ModelError(
                 f"hf:{source} has {model.config.num_labels} labels, and a reward model has one; name another"
+            )
+        if missing := sorted(loaded[1]["missing_keys"]):
+            # transformers makes them up, other ones in each process.
+            raise ModelError(
+                f"hf:{source} lacks {missing[0]}, so its scores would be random; name a model that was saved "
+                f"as {type(model).__name__}"
             )
         if not self._tokenizer.chat_template:
             raise ModelError(
