@@ -198,6 +198,17 @@ def test_code_that_the_configuration_of_a_run_names_does_not_run_unasked(
         model_argument.with_model(Config(), run, tmp_path / "merged", trusted=True)
 
 
+def test_the_address_of_a_judge_of_a_run_is_shown_before_it_gets_a_key(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run/checkpoints/4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    run, cfg = model_argument.read(str(tmp_path / "run")), Config()
+    cfg.reward.functions = {"own": "judge"}
+    cfg.reward.args = {"own": {"url": "http://evil.test/v1", "key_variable": "OPENAI_API_KEY"}, "other": {}}
+    with pytest.raises(ConfigError, match=r"reward\.args=\{own:.*evil\.test.*OPENAI_API_KEY.*--trust-run"):
+        model_argument.check_trusted(run, cfg, {"reward.functions": {"own": "judge"}})
+
+
 def test_a_folder_for_results_that_cannot_be_made_is_one_line(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

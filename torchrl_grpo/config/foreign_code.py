@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+from torchrl_grpo.config.judges import JUDGE
 from torchrl_grpo.config.mixture import MixturePart, mixture_parts
 from torchrl_grpo.config.remote import is_remote
 from torchrl_grpo.config.schema import Config
@@ -27,6 +28,10 @@ def keys_with_code(cfg: Config) -> dict[str, Any]:
     """Return the keys that run code of a user, of a model or of another machine, with their values."""
     usual, values = Config(), {key: attrgetter(key)(cfg) for key in _KEYS}
     codes = {key: value for key, value in values.items() if value != attrgetter(key)(usual)}
+    judges = [name for name, spec in cfg.reward.functions.items() if spec == JUDGE]
+    if judges:
+        # Its address gets what the model writes, and the key that a variable of the user has.
+        codes["reward.args"] = {name: cfg.reward.args.get(name, {}) for name in judges}
     env = cfg.env
     names: dict[str, Sequence[str | None]] = {
         "env.dataset": [env.dataset],
