@@ -389,6 +389,7 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
     for arguments, why in (
         ({"action": 3}, "environment_args.action=3: it is not the name of a field"),
         ({"observation": [1]}, "it is not a list of fields"),
+        ({"observation": None}, "it is not a list of fields"),
         ({"reset": 1}, "it is not a mapping of parameters"),
         ({"seed": 1}, "cannot be given these arguments"),
     ):

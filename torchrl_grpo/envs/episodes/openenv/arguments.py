@@ -30,7 +30,8 @@ class OpenEnvArguments:
     def __post_init__(self) -> None:
         if not isinstance(self.action, str | None):
             raise _wrong("action", self.action, "the name of a field", "{action: message}")
-        if not all(isinstance(name, str) for name in self.fields):
+        is_list = isinstance(self.observation, str | list)
+        if not is_list or not all(isinstance(name, str) for name in self.fields):
             raise _wrong("observation", self.observation, "a list of fields", "{observation: [prompt]}")
         if not isinstance(self.reset, dict):
             raise _wrong("reset", self.reset, "a mapping of parameters", "{reset: {difficulty: easy}}")
