@@ -190,6 +190,14 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+def test_thoughts_before_an_action_are_none() -> None:
+    message = "<think>Not 3, but perhaps 4.</think>\n5 it is."
+    assert form_of(TEXT, None).of_message(message) == {"message": "5 it is."}
+    assert form_of(NUMBER, "number").of_message(message) == {"number": 5}
+    assert form_of(TEXT, None).of_message("  x = 1") == {"message": "  x = 1"}
+    assert form_of(TEXT, None).of_message("<think>cut") == {"message": "<think>cut"}
+
+
 def test_the_tools_of_an_environment_are_its_actions(play: Callable[..., Play]) -> None:
     with FakeOpenEnv(TOOLS) as server:
         played = play(server.url)

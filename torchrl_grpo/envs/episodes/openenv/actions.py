@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_grpo.data.thoughts import end_of_first
 from torchrl_grpo.envs.episodes.openenv.session import ServerError
 
 # Name of the tool for an action that has several fields.
@@ -44,11 +45,13 @@ class ActionForm:
         return self.kind in ("tool", "mcp")
 
     def of_message(self, message: str) -> dict[str, Any]:
-        """Return the action that a message is.
+        """Return the action that a message is, without the thoughts that it begins with.
 
         Raises:
             NoAction: the message has no number, and the action needs one.
         """
+        if end := end_of_first(message, is_strict=False):
+            message = message[end:].lstrip()
         if self.kind == "text":
             return {self.field: message}
         match = _NUMBER.search(message)
