@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,3 +243,20 @@ def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None
     cfg.env.tools = ["mcp:no-such-program --stdio"]
     with pytest.raises(ConfigError, match="there is no program no-such-program"):
         check_environment(cfg)
+
+
+@pytest.mark.parametrize(("where", "limit_s"), [("http://127.0.0.1:9/mcp", 2.0), ("python server.py", 60.0)])
+def test_only_a_server_that_an_episode_starts_may_take_longer_than_a_call(where: str, limit_s: float) -> None:
+    calls: list[tuple[str, float]] = []
+
+    def call(payload: dict[str, Any], limit_s: float) -> str:
+        calls.append((payload["do"], limit_s))
+        return "done"
+
+    process = SimpleNamespace(call=call, ended=False, close=lambda: None)
+    host: Any = SimpleNamespace(start_episode=lambda: process)
+    tool = offered_tool({"name": "act", "parameters": {}}, f"mcp:{where}")
+    options = RunnerOptions({"act": tool}, None, False, host, timeout_s=2.0, max_characters=99)
+    runner = EpisodeRunner(options, Example("x", [{"role": "user", "content": "-"}]))
+    runner.step('{"name": "act", "arguments": {}}')
+    assert calls == [("connect", limit_s), ("tool", 2.0)]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torchrl_grpo.config.remote import is_url, place
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
@@ -28,7 +29,7 @@ from torchrl_grpo.envs.episodes.types import (
 )
 from torchrl_grpo.errors import TrainingStopped
 
-# Time that the server of a tool has to start, in seconds.
+# Time that a server of tools has to start if a command starts it, in seconds.
 CONNECT_LIMIT_S = 60.0
 # More calls in one message are refused: a model that repeats itself writes hundreds.
 _MOST_CALLS = 16
@@ -226,7 +227,8 @@ class EpisodeRunner:
             self._tool_process = self._start_process()
         if tool.is_remote:
             # A server that is started for this episode may take longer than a call.
-            self._tool_process.call({"do": "connect", "tool": tool.spec}, CONNECT_LIMIT_S)
+            limit_s = self._options.timeout_s if is_url(place(tool.spec)) else CONNECT_LIMIT_S
+            self._tool_process.call({"do": "connect", "tool": tool.spec}, limit_s)
         return str(self._tool_process.call(payload, self._options.timeout_s)), Step()
 
     def _start_process(self) -> EpisodeProcess:
