@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fake_openenv
@@ -20,6 +22,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.build import check_environment
 from torchrl_grpo.envs.episodes.offers import offer_of, open_host
+from torchrl_grpo.envs.episodes.openenv import client as openenv_client
+from torchrl_grpo.envs.episodes.openenv import session as openenv_session
 from torchrl_grpo.envs.episodes.openenv.actions import form_of
 from torchrl_grpo.envs.episodes.openenv.problems import seeds
 from torchrl_grpo.envs.episodes.processes import EpisodeHost, EpisodeProcess
@@ -348,6 +352,23 @@ def test_sessions_beyond_those_of_the_server_are_refused_at_the_start(play: Call
             ConfigError, match=r"room for 3 sessions, and up to 8 episodes.*max_concurrent_envs=8"
         ):
             offer_of(played.cfg, [], played.host, count=8)
+
+
+def test_many_sessions_on_a_slow_server_take_more_time_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def answer_after_50_s(session: fake_openenv.Session, kind: str, answer: dict[str, Any]) -> str:
+        now[0] += 50.0
+        return json.dumps(answer)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    for module in (openenv_client, openenv_session):
+        monkeypatch.setattr(module, "time", clock)
+    with FakeOpenEnv(change=answer_after_50_s) as server:
+        client = openenv_client.OpenEnvClient(f"openenv:{server.url}", {}, 60.0, 2_000)
+        assert client.describe(1_000.0, 4)["form"]["kind"] == "text" and len(server.sessions) == 4
+        with pytest.raises(TimeoutError):
+            client.describe(120.0, 4)
 
 
 SERVER = f"{sys.executable} {fake_openenv.__file__} {{port}}"

@@ -46,7 +46,7 @@ class OpenEnvClient:
         """Return what the environment offers, when its server is up.
 
         Args:
-            limit_s: time that the server has to start, if a command starts it.
+            limit_s: time for all of it, and for the start of a server that a command starts.
             count: number of episodes at a time, for which the server must have room.
 
         Returns:
@@ -54,14 +54,17 @@ class OpenEnvClient:
             parameters of each.
         """
         process = None if self.server is None else self.server.process
-        end = time.monotonic() + (self._limit_s if process is None else limit_s)
+        start = time.monotonic()
+        end = start + (self._limit_s if process is None else limit_s)
         schema: Any = until(lambda: get_json(self._url, "/schema", end), end, process).get("action")
         form = form_of(schema, self._arguments.action)
         sessions = [open_session(self._url, end, process)]
         try:
             tools = sessions[0].ask("step", {"type": "list_tools"}, end) if form.kind == "mcp" else {}
             while len(sessions) < count:
-                sessions.append(Session(self._url, end))
+                # Of many sessions on a distant server, each may take its time, as in an episode.
+                own_end = min(start + limit_s, time.monotonic() + self._limit_s)
+                sessions.append(Session(self._url, max(end, own_end)))
         except NoRoom as error:
             raise ServerError(
                 f"{self._url} has room for {len(sessions)} sessions, and up to {count} episodes run at a "
