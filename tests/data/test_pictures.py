@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image, PngImagePlugin
 from tiny_vlm import picture
 
 from torchrl_grpo.config import Config
@@ -131,6 +131,41 @@ def test_pictures_of_any_mode_become_rgb(mode: str) -> None:
     assert (decoded.mode, decoded.size) == ("RGB", (5, 3))
     if mode == "RGBA":
         assert decoded.getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_pictures_of_16_bits_keep_their_shades(kind: str) -> None:
+    source, buffer = Image.new("I;16", (3, 2)), io.BytesIO()
+    for column, value in enumerate((0, 128 * 257, 65_535)):
+        source.putpixel((column, 0), value)
+    source.save(buffer, kind)
+    decoded = pictures.decode(buffer.getvalue())
+    assert [decoded.getpixel((column, 0)) for column in range(3)] == [(0,) * 3, (128,) * 3, (255,) * 3]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_numbers_of_unknown_range_are_no_picture(mode: str) -> None:
+    buffer = io.BytesIO()
+    Image.new(mode, (5, 3), 1).save(buffer, "TIFF")
+    with pytest.raises(ValueError, match=f"numbers of unknown range .mode {mode}.; save it with 8 or 16"):
+        pictures.decode(buffer.getvalue())
+
+
+def test_postscript_is_not_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
+    with pytest.raises(ValueError, match="its format EPS is not read; save it as PNG or JPEG"):
+        pictures.decode(_png(kind="EPS"))
+    assert not started
+
+
+def test_any_error_of_a_decoder_means_a_broken_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(picture: Image.Image) -> None:
+        raise RuntimeError("Failed to decode image")
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", broken)
+    with pytest.raises(ValueError, match=r"it cannot be decoded \(Failed to decode image\)"):
+        pictures.decode(_png())
 
 
 def test_pictures_are_turned_upright() -> None:

@@ -30,6 +30,8 @@ _WRITTEN = "<image>"
 _LARGEST_FILE = 50 * 2**20
 _MOST_PIXELS = 50_000_000
 _LEAST_SIDE = 2
+# Others may start programs: Pillow gives EPS to Ghostscript, which executes it.
+_FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000")
 # Columns of pictures, without env.fields.images.
 _COLUMNS = ("images", "image")
 
@@ -82,6 +84,8 @@ def decode(data: bytes) -> Image:
             # Sizes are checked here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             opened = Image.open(io.BytesIO(data))
+        if opened.format not in _FORMATS:
+            raise ValueError(f"its format {opened.format} is not read; save it as PNG or JPEG")
         width, height = opened.size
         if width * height > _MOST_PIXELS:
             raise ValueError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS:,}")
@@ -89,13 +93,22 @@ def decode(data: bytes) -> Image:
             raise ValueError(f"it has {width} x {height} pixels, fewer than {_LEAST_SIDE} on a side")
         opened.load()
         upright = ImageOps.exif_transpose(opened)
+        if upright.mode.startswith("I;16"):
+            # Pillow would cut all values above 255, which makes the picture white.
+            upright = upright.convert("I").point(lambda value: value / 257).convert("L")
+        if upright.mode in ("I", "F"):
+            raise ValueError(
+                f"its pixels are numbers of unknown range (mode {upright.mode}); save it with 8 or 16 bits"
+            )
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")
             white = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(white, upright)
         return upright.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        # Pillow raises SyntaxError for some broken files.
+    except ValueError:
+        raise
+    except Exception as error:
+        # Pillow's decoders raise errors of many types for broken files.
         raise ValueError(f"it cannot be decoded ({first_line(error)})") from error
 
 
@@ -216,9 +229,10 @@ def _flat(turn: Any, row: Row, waiting: Iterator[Picture], shown: list[Picture])
 def _read(value: Any, row: Row, where: str) -> Picture:
     try:
         stored = _stored(value, Path(row.source).parent)
+        length = len(stored) if isinstance(stored, bytes) else stored.stat().st_size
+        if length > _LARGEST_FILE:
+            raise ValueError(f"it has {length:,} bytes, more than {_LARGEST_FILE:,}")
         data = stored if isinstance(stored, bytes) else stored.read_bytes()
-        if len(data) > _LARGEST_FILE:
-            raise ValueError(f"it has {len(data):,} bytes, more than {_LARGEST_FILE:,}")
         size = decode(data).size
     except (ValueError, OSError) as error:
         raise DataError(f"{where}: {first_line(error)}; correct it or remove the row") from error
