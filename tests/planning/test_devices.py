@@ -325,6 +325,11 @@ def test_what_nvidia_smi_says_of_a_gpu() -> None:
     ]
 
 
+def test_sentences_of_nvidia_smi_are_gpus_without_numbers() -> None:
+    found = hardware.read_smi("GPU-aa, 81559, 580.65.06, 9.0, NVIDIA H100\nUnable to determine the handle\n")
+    assert [(gpu.gib is None, gpu.name) for gpu in found] == [(False, "NVIDIA H100"), (True, "")]
+
+
 def test_memory_that_the_driver_keeps_or_others_use_is_not_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,7 +277,8 @@ def read_smi(text: str, memory: str = "") -> list[Gpu]:
     for line in text.splitlines():
         if not line.strip():
             continue
-        uuid, mib, driver, capability, name = (*(cell.strip() for cell in line.split(",")), "", "", "")[:5]
+        # A line may be a sentence, such as that no devices were found.
+        uuid, mib, driver, capability, name = (*(cell.strip() for cell in line.split(",")), *[""] * 4)[:5]
         kept, taken = parts.get(uuid, (None, 0.0))
         major, _, minor = capability.partition(".")
         known = major.isdigit() and minor.isdigit()
