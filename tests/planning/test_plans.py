@@ -221,6 +221,24 @@ def test_measured_speeds_are_kept_and_used(tmp_path: Path) -> None:
         speeds.of(there("1x80"))
 
 
+@pytest.mark.parametrize("value", ["0", "-5", "NaN", "Infinity", "9" * 400, "[" * 100_000])
+def test_speeds_that_no_gpu_has_are_refused(value: str) -> None:
+    speeds.path().parent.mkdir(parents=True)
+    speeds.path().write_text(f'{{"NVIDIA X": {{"tflops": {value}}}}}')
+    with pytest.raises(ConfigError, match=r"gpu_speeds\.json: the file is damaged .*; delete it"):
+        speeds.of(there("1x80"))
+
+
+def test_speeds_that_cannot_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    speeds.write("NVIDIA X", {"tflops": 100.0})
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\); delete it"):
+        speeds.of(there("1x80"))
+
+
 # The report
 
 

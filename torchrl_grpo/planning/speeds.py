@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +68,7 @@ def of(hardware: Hardware) -> Speeds:
     Those of an unknown GPU are an H100's. They can compare plans, but all seconds are wrong by some factor.
 
     Raises:
-        ConfigError: the file with measured speeds is damaged.
+        ConfigError: the file with measured speeds is damaged or cannot be read.
     """
     name = hardware.names[0] if hardware.names else ""
     part = next((part for part in _DATA_SHEETS if part in name), None)
@@ -105,12 +106,19 @@ def path() -> Path:
 
 
 def _read() -> dict[str, dict[str, float]]:
-    if not path().is_file():
-        return {}
     try:
-        return {
+        if not path().is_file():
+            return {}
+        kept = {
             str(name): {field: float(entry[field]) for field in MEASURED if field in entry}
             for name, entry in json.loads(path().read_bytes()).items()
         }
-    except (ValueError, TypeError, AttributeError) as error:
+        for name, entry in kept.items():
+            # Seconds are divided by speeds.
+            if wrong := [value for value in entry.values() if not 0 < value < math.inf]:
+                raise ValueError(f"a speed of {name} is {wrong[0]}")
+    except OSError as error:
+        raise ConfigError(f"{path()}: the file cannot be read ({error.strerror}); delete it") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path()}: the file is damaged ({error}); delete it") from error
+    return kept
