@@ -232,6 +232,15 @@ def test_a_scorer_writes_its_own_models_log_probabilities_and_nobody_elses() -> 
     assert float((expected - before).abs().max()) > 0.1
 
 
+@pytest.mark.parametrize(("vocabulary", "count"), [(None, 61), (40, 40)])
+def test_no_more_candidates_are_written_than_there_are_tokens(vocabulary: int | None, count: int) -> None:
+    scorer = LogProbScorer(
+        TokenScorer(make_model()), "reference", no_budget(), top_k=66, vocabulary=vocabulary
+    )
+    written = scorer.inv(make_batch(P=3, G=2))
+    assert written["tokens", "candidates"][0, 0, :, 0].sort().values.tolist() == list(range(count))
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_mixing_moves_every_weight_by_its_share(share: float) -> None:

@@ -15,7 +15,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced
 from torchrl_grpo.batch.schema import picture_inputs, sampled_mask
 from torchrl_grpo.models.saving import Named
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, output_head
 
 # What a teacher writes beside the log-probability of each sampled token.
 CANDIDATES = ("tokens", "candidates")
@@ -85,7 +85,7 @@ class LogProbScorer(LogProbWriter):
         others: the same model on further devices, each with a budget of its own; the groups are divided among
             all of them by cost, and scored at the same time.
         top_k: number of the model's most probable tokens that are written too for each token, as
-            ``("tokens"|"log_probs", "candidates")`` ``[P, G, K, T]``.
+            ``("tokens"|"log_probs", "candidates")`` ``[P, G, K, T]``. It is lowered to the number of tokens.
         vocabulary: those tokens have smaller ids; None for all that the model has.
     """
 
@@ -105,6 +105,9 @@ class LogProbScorer(LogProbWriter):
         self.__dict__["scorers"] = [(scorer, budget), *others]
         self.budget = budget
         self.stance = stance
+        if top_k:
+            tokens = len(output_head(scorer.model).weight)
+            top_k = min(top_k, tokens if vocabulary is None else min(tokens, vocabulary))
         self.top_k = top_k
         self.vocabulary = vocabulary
 
