@@ -16,6 +16,7 @@ from local_pool import LocalPool, LocalReference, collect_locally
 from ray.exceptions import RayActorError
 from tensordict import TensorDictBase
 from tiny_runs import config  # noqa: F401  fixture
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
@@ -23,6 +24,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.models.reference import load_reference
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build
@@ -62,6 +64,31 @@ def test_a_group_is_scored_as_by_the_formula(config: Config, budget: int | None)
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.7
         expected = logits.log_softmax(-1)[range(len(response)), response]
         assert values == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_micro_batches_have_the_size_that_the_model_itself_needs(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher may run a prompt once per response although the policy does not."""
+
+    def unshared(*arguments: Any) -> TokenScorer:
+        cfg, source, device, dtype, _ = arguments
+        return load_reference(cfg, source, device, dtype, False)
+
+    monkeypatch.setattr("torchrl_grpo.models.reference.load_reference", unshared)
+    config.train.max_tokens_per_microbatch = 12
+    sizes: list[int] = []
+    score = TokenScorer.forward
+
+    def counted(self: TokenScorer, prompt: Tensor, mask: Tensor, response: Tensor, *rest: Any) -> Any:
+        sizes.append(response.shape[1])
+        return score(self, prompt, mask, response, *rest)
+
+    monkeypatch.setattr(TokenScorer, "forward", counted)
+    scorer = ReferenceScorer(ReferenceSpec(config, config.model.name, 0, 1, False, None, True))
+    sizes.clear()
+    scorer.log_probs([5, 6, 7, 8], [[9, 10], [11, 12], [13, 14]])
+    assert sizes == [2, 1]
 
 
 @pytest.mark.parametrize(

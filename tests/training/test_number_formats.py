@@ -11,6 +11,7 @@ import pytest
 import torch
 from batches import inputs, make_batch, make_model
 
+from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Autocast, Dtype, HeadDtype
 from torchrl_grpo.distributed.ranks import Ranks
@@ -18,6 +19,7 @@ from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.reference import load_reference
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training.build import build_reference
 from torchrl_grpo.training.learner import Learner, LearnerSpec
 
@@ -70,6 +72,22 @@ def test_policy_and_reference_compute_their_heads_alike(
     assert policy._head_options().dtype == other._head_options().dtype == dtype
     with torch.no_grad():
         assert torch.equal(*(scorer(*inputs(batch)).log_probs for scorer in (policy, other)))
+
+
+def test_a_frozen_model_has_micro_batches_of_its_own_size(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher may run a prompt once per response although the policy does not."""
+
+    def unshared(*arguments: Any) -> TokenScorer:
+        cfg, source, device, dtype, _ = arguments
+        return load_reference(cfg, source, device, dtype, False)
+
+    monkeypatch.setattr("torchrl_grpo.training.build.load_reference", unshared)
+    reference = build_reference(config, config.model.name, ["cpu"], make_learner(config))
+    assert reference is not None
+    batch = make_batch(P=2, G=2)
+    assert reference.budget.costs(batch) == TokenBudget(1, False, print).costs(batch)
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("auto", None), ("float32", torch.float32)])

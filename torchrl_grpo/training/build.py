@@ -336,13 +336,12 @@ def build_reference(
         scorer.varlen = learner.scorer.varlen
         off = partial(lora.disable_adapters, policy)
         return LogProbScorer(scorer, "reference", learner.make_budget(), off)
-    (scorer, budget), *others = (
-        (
-            load_reference(cfg, source, torch.device(device), learner.autocast_dtype, learner.shares_prefix),
-            learner.make_budget(),
-        )
+    scorers = [
+        load_reference(cfg, source, torch.device(device), learner.autocast_dtype, learner.shares_prefix)
         for device in devices
-    )
+    ]
+    # A teacher may run a prompt once per response although the policy does not.
+    (scorer, budget), *others = ((each, learner.make_budget(each.shares_prefix)) for each in scorers)
     vocabulary = learner.model.get_input_embeddings().num_embeddings
     top_k = cfg.policy.distill_top_k
     return LogProbScorer(scorer, "reference", budget, others=others, top_k=top_k, vocabulary=vocabulary)

@@ -187,9 +187,14 @@ class Learner:
         own = with_episodes(self.cfg, own, options["max_num_seqs"])
         self.engine = RankEngine(own, self.ranks, self.device)
 
-    def make_budget(self) -> TokenBudget:
-        """Return a new token budget. Each model has its own, because models differ in memory use."""
-        return TokenBudget(token_budget(self.cfg), self.shares_prefix, self._notify)
+    def make_budget(self, shares_prefix: bool | None = None) -> TokenBudget:
+        """Return a new token budget. Each model has its own, because models differ in memory use.
+
+        Args:
+            shares_prefix: whether the model runs a prompt once per group; None if as the trained one.
+        """
+        shares = self.shares_prefix if shares_prefix is None else shares_prefix
+        return TokenBudget(token_budget(self.cfg), shares, self._notify)
 
     def proximal_transforms(self) -> list[Transform]:
         """Return the buffer transforms that write the proximal log-probabilities.

@@ -72,7 +72,7 @@ class ReferenceScorer:
         scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
         # A budget halves itself when memory runs out, and gives notice. Drop the notice: nobody reads this
         # process's output, and only its speed changes.
-        budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, notify=lambda text: None)
+        budget = TokenBudget(token_budget(spec.cfg), scorer.shares_prefix, notify=lambda text: None)
         self._pad_token_id = spec.pad_token_id
         self._top_k = spec.cfg.policy.distill_top_k
         self._scorer = LogProbScorer(
