@@ -243,7 +243,8 @@ BAD: list[tuple[str, str]] = [
     ("policy=distill teacher_model.name=smollm2-135m policy.distill_coef=-1", "at least 0"),
     ("policy=distill teacher_model.name=smollm2-135m teacher_model.hint=help", "it has no {solution}, which"),
     (
-        "policy=distill teacher_model.name=smollm2-135m env.tools=[calculator] teacher_model.hint='{solution}'",
+        "policy=distill teacher_model.name=smollm2-135m env.tools=[calculator] "
+        "teacher_model.hint='{solution}'",
         "in episodes the environment or the tools write the prompt",
     ),
     ("policy=maxent policy.tau=-1", "at least 0"),
