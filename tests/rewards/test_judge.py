@@ -474,6 +474,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"rubric": ""}, "rubric='': a judge needs either a rubric or criteria; write"),
     ({"criteria": {"b": "c"}}, "rubric=It is long.: a judge needs either a rubric or criteria"),
     ({"rubric": "", "criteria": {"reason": "Why?"}}, "criteria={reason:Why?}: a criterion has a name of"),
+    ({"rubric": "", "criteria": {"score": "Good?"}}, "criteria={score:Good?}: a criterion has a name of"),
     ({"criteria": [1]}, "criteria=[1]: it must be a mapping"),
     ({"scale": [10, 1]}, "scale=[10.0,1.0]: it must be two numbers, the worst score and a larger best one"),
     ({"scale": [1, 2, 3]}, "scale=[1.0,2.0,3.0]: it must be two numbers"),

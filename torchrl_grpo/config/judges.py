@@ -258,8 +258,10 @@ def _check_question(args: JudgeConfig, prefix: str) -> None:
         fix = f"{prefix}.rubric='What a good response is' or {prefix}.criteria={{NAME:QUESTION}}"
         raise bad_value(f"{prefix}.rubric", args.rubric or "''", wrong, fix)
     for name, question in args.criteria.items():
-        if not name.isidentifier() or name == REASON or not question.strip():
-            wrong = f"a criterion has a name of letters, digits and _, other than {REASON}, and a question"
+        # The score of a reward is that of all its parts.
+        if not name.isidentifier() or name in (REASON, "score") or not question.strip():
+            others = f"other than {REASON} and score"
+            wrong = f"a criterion has a name of letters, digits and _, {others}, and a question"
             fix = f"{prefix}.criteria={{clear:'Is it easy to read?'}}"
             raise bad_value(f"{prefix}.criteria", args.criteria, wrong, fix)
 
