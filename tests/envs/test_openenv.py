@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +18,10 @@ import fake_openenv
 import psutil
 import pytest
 from fake_openenv import NUMBER, TEXT, TOOLS, FakeOpenEnv
+from omegaconf import OmegaConf
 from process_ends import alive, error_in_time, processes_with, wait_for_end
 
+from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.build import check_environment
@@ -28,7 +32,7 @@ from torchrl_grpo.envs.episodes.openenv.actions import form_of
 from torchrl_grpo.envs.episodes.openenv.problems import seeds
 from torchrl_grpo.envs.episodes.processes import EpisodeHost, EpisodeProcess
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import CheckpointError, ConfigError
 
 Change = Callable[[fake_openenv.Session, str, dict[str, Any]], "str | bytes | None"]
 
@@ -410,6 +414,31 @@ def test_a_server_that_is_not_there_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         play(where, tool_timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "now", "is_free"),
+    [
+        ("environment", "openenv:http://a:1", "openenv:https://b:2/x", True),
+        ("environment", "openenv:http://a:1", "openenv:python b.py {port}", False),
+        ("environment", "openenv:python a.py {port}", "openenv:python b.py {port}", False),
+        ("tools", ["calculator", "mcp:http://a/mcp"], ["calculator", "mcp:http://b/mcp"], True),
+        ("tools", ["mcp:http://a/mcp"], ["mcp:http://b/mcp", "calculator"], False),
+        ("tools", ["python", "mcp:http://a/mcp"], ["calculator", "mcp:http://b/mcp"], False),
+    ],
+)
+def test_a_resumed_run_may_have_its_servers_elsewhere(
+    tmp_path: Path, key: str, before: Any, now: Any, is_free: bool
+) -> None:
+    folder = tmp_path / "run/checkpoints/4"
+    folder.mkdir(parents=True)
+    saved, resumed = Config(), Config()
+    setattr(saved.env, key, before)
+    setattr(resumed.env, key, now)
+    OmegaConf.save(OmegaConf.structured(saved), folder / "config.yaml")
+    refusal = contextlib.nullcontext() if is_free else pytest.raises(CheckpointError, match=f"env.{key}=")
+    with refusal:
+        checkpoint.check_same_run(folder, resumed)
 
 
 def test_arguments_of_the_wrong_kind_are_refused() -> None:

@@ -31,6 +31,7 @@ from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.derived import HELD_OUT
 from torchrl_grpo.config.judges import is_free_argument
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.remote import is_moved
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
@@ -333,6 +334,8 @@ def check_same_run(folder: Path, cfg: Config) -> None:
     for key, before, now in _differences(_with_defaults(saved, asdict(Config())), asdict(cfg)):
         if key == "eval.num_problems" and not has_own_rows and {before, now} == {None, HELD_OUT}:
             # null stands for this number, which was the default of earlier runs.
+            continue
+        if key in ("env.environment", "env.tools") and is_moved(before, now):
             continue
         if not is_changeable_on_resume(key, before) and not is_free_argument(cfg, key):
             run_dir = folder.parent.parent

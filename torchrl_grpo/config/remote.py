@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 from urllib.parse import urlsplit
 
 from torchrl_grpo.config.keys import bad_value
@@ -25,6 +26,16 @@ def place(name: str) -> str:
 def is_url(where: str) -> bool:
     """Whether a place is a URL. Otherwise it is a command."""
     return where.startswith(("http://", "https://"))
+
+
+def is_moved(before: Any, now: Any) -> bool:
+    """Whether names differ only in the URLs of servers, which may be elsewhere when a run is resumed."""
+    if isinstance(before, list) and isinstance(now, list):
+        pairs = list(zip(before, now, strict=False))
+        return len(before) == len(now) and all(old == new or is_moved(old, new) for old, new in pairs)
+    names = [name for name in (before, now) if isinstance(name, str) and is_remote(name)]
+    kinds = [name.partition(":")[0] for name in names if is_url(place(name))]
+    return len(kinds) == 2 and kinds[0] == kinds[1]
 
 
 def command(where: str) -> list[str]:
