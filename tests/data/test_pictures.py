@@ -17,9 +17,10 @@ from tiny_vlm import picture
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks.pictures import PICTURE_KINDS
 from torchrl_grpo.config.schema import EnvConfig, EvalConfig, ModelConfig
-from torchrl_grpo.data import load, picture_tasks, pictures
+from torchrl_grpo.data import load, picture_tasks, pictures, problems
 from torchrl_grpo.data.identity import keys
 from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.data.rows import sources
 from torchrl_grpo.errors import DataError
 
 
@@ -225,6 +226,27 @@ def test_mistake_names_its_row_in_one_line(tmp_path: Path, mistake: str) -> None
         _load(tmp_path, *rows)
     assert re.search(r"row 1 of .*rows\.jsonl", str(caught.value))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("in_message", [False, True])
+@pytest.mark.parametrize("form", ["path", "mapping"])
+def test_a_data_set_on_the_hub_reads_no_files_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, in_message: bool
+) -> None:
+    private = tmp_path / "private.png"
+    private.write_bytes(_png())
+    value = {"bytes": None, "path": str(private)} if form == "mapping" else str(private)
+    part = [{"type": "image", "image": value}]
+    row = {"messages": [{"role": "user", "content": part}]} if in_message else {"images": [value]}
+    rows = [sources.Row({"question": "a", "answer": "1", **row}, 1, "org/set (train)")]
+    with pytest.raises(
+        DataError, match=r"row 1 of org/set .*private\.png is a path, and a data set on the hub"
+    ):
+        pictures.take_out(rows[0], {}, of_hub=True)
+    config = _config(tmp_path, data_path=None, hub_name="org/set")
+    splits = sources.Splits(rows, None, "org/set", [])
+    with pytest.raises(DataError, match="must have the pictures themselves"):
+        problems.build(config, splits, lambda row, env, id: pytest.fail("it was read"))
 
 
 def test_column_of_pictures_must_exist(tmp_path: Path) -> None:

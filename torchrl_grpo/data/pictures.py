@@ -124,7 +124,7 @@ def from_bytes(data: bytes, place: str) -> Picture:
     return Picture(_digest(data), decode(data).size, data, place)
 
 
-def take_out(row: Row, fields: Mapping[str, str]) -> tuple[Row, list[Picture]]:
+def take_out(row: Row, fields: Mapping[str, str], of_hub: bool = False) -> tuple[Row, list[Picture]]:
     """Return a row without its pictures, and the pictures.
 
     Columns of pictures become checksums. Messages with parts become text, with ``<image>`` for a picture.
@@ -133,6 +133,7 @@ def take_out(row: Row, fields: Mapping[str, str]) -> tuple[Row, list[Picture]]:
         row: the row.
         fields: ``env.fields``. ``images`` names the column of pictures, which otherwise is ``images`` or
             ``image``. A row may have none.
+        of_hub: whether the data set is on the hub. Its author must not choose which files here are read.
 
     Raises:
         DataError: a picture cannot be read, or the parts of messages do not fit the pictures.
@@ -143,10 +144,11 @@ def take_out(row: Row, fields: Mapping[str, str]) -> tuple[Row, list[Picture]]:
         raise DataError(
             f"env.fields.images={column!r}: {row.where} has no such column; its columns are {present}"
         )
+    folder = None if of_hub else Path(row.source).parent
     value = None if column is None else row.values[column]
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     pictures = [
-        _read(item, row, f"{row.where}: picture {number} of column {column!r}")
+        _read(item, folder, f"{row.where}: picture {number} of column {column!r}")
         for number, item in enumerate(values, 1)
     ]
     left = dict(row.values) if column is None else {**row.values, column: [p.digest for p in pictures]}
@@ -157,7 +159,7 @@ def take_out(row: Row, fields: Mapping[str, str]) -> tuple[Row, list[Picture]]:
         turns = row.values.get(name)
         if isinstance(turns, list) and any(isinstance(_content(turn), list) for turn in turns):
             has_parts = True
-            left[name] = [_flat(turn, row, waiting, shown) for turn in turns]
+            left[name] = [_flat(turn, row, folder, waiting, shown) for turn in turns]
     unused = list(waiting) if has_parts else []
     if unused:
         raise DataError(
@@ -198,7 +200,7 @@ def _content(turn: Any) -> Any:
     return turn.get("content") if isinstance(turn, Mapping) else None
 
 
-def _flat(turn: Any, row: Row, waiting: Iterator[Picture], shown: list[Picture]) -> Any:
+def _flat(turn: Any, row: Row, folder: Path | None, waiting: Iterator[Picture], shown: list[Picture]) -> Any:
     """Return a message with its parts as one text, and add its pictures to ``shown``."""
     content = _content(turn)
     if not isinstance(content, list):
@@ -216,7 +218,7 @@ def _flat(turn: Any, row: Row, waiting: Iterator[Picture], shown: list[Picture])
             )
         inline = [value for name, value in part.items() if name != "type" and value is not None]
         where = f"{row.where}: picture {len(shown) + 1} of the messages"
-        picture = _read(inline[0], row, where) if inline else next(waiting, None)
+        picture = _read(inline[0], folder, where) if inline else next(waiting, None)
         if picture is None:
             raise DataError(
                 f"{where} is neither in its part nor in the column images; give it in one of them"
@@ -226,9 +228,9 @@ def _flat(turn: Any, row: Row, waiting: Iterator[Picture], shown: list[Picture])
     return {**turn, "content": text}
 
 
-def _read(value: Any, row: Row, where: str) -> Picture:
+def _read(value: Any, folder: Path | None, where: str) -> Picture:
     try:
-        stored = _stored(value, Path(row.source).parent)
+        stored = _stored(value, folder)
         length = len(stored) if isinstance(stored, bytes) else stored.stat().st_size
         if length > _LARGEST_FILE:
             raise ValueError(f"it has {length:,} bytes, more than {_LARGEST_FILE:,}")
@@ -239,8 +241,8 @@ def _read(value: Any, row: Row, where: str) -> Picture:
     return Picture(_digest(data), size, stored, where)
 
 
-def _stored(value: Any, folder: Path) -> bytes | Path:
-    """Return the encoded picture of a value, or its file.
+def _stored(value: Any, folder: Path | None) -> bytes | Path:
+    """Return the encoded picture of a value, or its file: from a folder, or None for no files.
 
     Raises:
         ValueError: the value is no picture.
@@ -267,6 +269,11 @@ def _stored(value: Any, folder: Path) -> bytes | Path:
             raise ValueError(f"its base64 is broken ({error})") from error
     if "://" in text:
         raise ValueError(f"{text[:80]} is a URL, which is not fetched; download it and write its path")
+    if folder is None:
+        raise ValueError(
+            f"{text[:80]} is a path, and a data set on the hub must have the pictures themselves; download "
+            "them, and write a file of rows with their paths as env.data_path"
+        )
     path = Path(text) if Path(text).is_absolute() else folder / text
     if not path.is_file() and Path(text).is_file():
         path = Path(text).absolute()

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
@@ -87,7 +88,10 @@ def _split(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
         for number, row in enumerate(rows, 1):
             shown: list[pictures.Picture] = []
             if cfg.model.pictures:
-                row, shown = pictures.take_out(row, cfg.env.fields)
+                # Held-out rows may be those of a file.
+                of_hub = cfg.env.data_path is None and cfg.env.hub_name is not None
+                of_hub = of_hub and not Path(row.source).exists()
+                row, shown = pictures.take_out(row, cfg.env.fields, of_hub)
             example = to_example(row, cfg.env, f"{cfg.env.dataset}/{split}/{number}")
             _check_text(example, row)
             if cfg.model.pictures:
