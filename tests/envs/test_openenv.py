@@ -371,7 +371,7 @@ def test_many_sessions_on_a_slow_server_take_more_time_than_a_call(monkeypatch: 
     with FakeOpenEnv(change=answer_after_50_s) as server:
         client = openenv_client.OpenEnvClient(f"openenv:{server.url}", {}, 60.0, 2_000)
         assert client.describe(1_000.0, 4)["form"]["kind"] == "text" and len(server.sessions) == 4
-        with pytest.raises(TimeoutError):
+        with pytest.raises(openenv_session.SessionLost, match="did not answer in time"):
             client.describe(120.0, 4)
 
 
