@@ -145,6 +145,13 @@ def test_speeds_of_a_pretended_gpu_are_kept(context: Context, monkeypatch: pytes
     assert "measured by make gpu-check" in found.source
 
 
+def test_a_gpu_is_measured_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(speeds, "path", lambda: tmp_path / "file/speeds.json")
+    with PretendedCuda(), pytest.warns(UserWarning, match=r"speeds\.json: the measured speeds are not kept"):
+        kernels.keep_speeds(tflops=1.0)
+
+
 def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def waiting(self: Any, *given: Any) -> Any:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)

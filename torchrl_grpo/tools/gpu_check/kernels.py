@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,14 @@ def environment(model: Path) -> Figures:
 
 def keep_speeds(**measured: float) -> None:
     """Keep speeds of the first GPU for the plans of later runs."""
-    speeds.write(torch.cuda.get_device_properties(_device()).name, measured)
+    try:
+        speeds.write(torch.cuda.get_device_properties(_device()).name, measured)
+    except OSError as error:
+        # The GPU is right also where nothing can be written, as in some containers.
+        warnings.warn(
+            f"{speeds.path()}: the measured speeds are not kept for later plans ({error.strerror})",
+            stacklevel=2,
+        )
 
 
 def scores(model: Path) -> Figures:
