@@ -24,7 +24,7 @@ DEAD: dict[str, tuple[str, dict[str, object], list[str]]] = {
     "learning rate far too high": (
         DIFFERENT,
         {"optimizer__lr": 3.0},
-        ["rewards differ in no group any more", "lower optimizer.lr"],
+        ["one update moved the policy by", "lower optimizer.lr"],
     ),
     "responses far too short": (
         RIGHT,
