@@ -191,29 +191,25 @@ def _qwen_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN_ROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
 
 
 def _qwen2_5_vl() -> tuple[Any, Any, Any]:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
     tokenizer = tiny_tokenizer(_QWEN_MARK)
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 8,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": 32,
-        "window_size": 32,
-        "fullatt_block_indexes": [1],
-    }
-    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    text = {**_SIZES, **_ids(tokenizer), "rope_parameters": rope}
+    vision = {**_QWEN_VISION, "out_hidden_size": 128, "window_size": 32, "fullatt_block_indexes": [1]}
+    text = {**_SIZES, **_ids(tokenizer), "rope_parameters": _QWEN_ROPE, "hidden_size": 128}
     del text["head_dim"]
-    text |= {"hidden_size": 128}
-    vision["out_hidden_size"] = 128
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tokenizer))
     processor = _without_videos(Qwen2_5_VLProcessor)(
         _qwen_images(2, 8), tokenizer, None, chat_template=tokenizer.chat_template
@@ -225,20 +221,9 @@ def _qwen3_vl() -> tuple[Any, Any, Any]:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 
     tokenizer = tiny_tokenizer(_QWEN_MARK)
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 8,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    text = {**_SIZES, **_ids(tokenizer), "rope_parameters": rope}
+    vision = {**_QWEN_VISION, "out_hidden_size": 32, "num_position_embeddings": 16}
+    vision |= {"deepstack_visual_indexes": [0]}
+    text = {**_SIZES, **_ids(tokenizer), "rope_parameters": _QWEN_ROPE}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tokenizer))
     processor = _without_videos(Qwen3VLProcessor)(
         _qwen_images(2, 8), tokenizer, None, chat_template=tokenizer.chat_template

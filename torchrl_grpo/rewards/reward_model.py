@@ -46,10 +46,7 @@ class RewardModelReward:
         self._pool = WorkerPool(JOB, 1, args.timeout_s, label=label, setup=setup, max_bytes=None, gpu=gpu)
         try:
             self._pool.wait_until_started()
-        except BaseException as error:
-            self._pool.close()
-            if not isinstance(error, JobError):
-                raise
+        except JobError as error:
             raise ConfigError(f"{error}; correct it, or reward.args.{name}") from error
 
     def __call__(self, completion: str, example: Example) -> Result:

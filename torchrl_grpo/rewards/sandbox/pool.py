@@ -226,12 +226,16 @@ class WorkerPool:
         return self._use(lambda worker: worker.call(payload))
 
     def wait_until_started(self) -> None:
-        """Wait until one of the workers has started.
+        """Wait until one of the workers has started. If it cannot, the pool is closed.
 
         Raises:
             JobError: it cannot start.
         """
-        self._use(_Worker.start_up)
+        try:
+            self._use(_Worker.start_up)
+        except BaseException:
+            self.close()
+            raise
 
     def _use(self, run: Callable[[_Worker], Any]) -> Any:
         worker = self._idle.get()

@@ -178,10 +178,7 @@ class UserReward:
         try:
             # Before the first round, and with the patience that imports need.
             self._pool.wait_until_started()
-        except BaseException as error:
-            self._pool.close()
-            if not isinstance(error, JobError):
-                raise
+        except JobError as error:
             raise ConfigError(
                 f"{error}; it runs in a process without a GPU; correct it, or reward.args.{spec.name}"
             ) from error
