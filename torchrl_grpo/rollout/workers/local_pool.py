@@ -27,11 +27,14 @@ class TrainerThread(Executor):
 
         def call() -> None:
             try:
-                future.set_result(fn(*args, **kwargs))
+                result = fn(*args, **kwargs)
             except BaseException as error:
                 future.set_exception(error)
                 if not isinstance(error, Exception):
                     raise
+            else:
+                # Outside of the block above: an interrupt may come while callbacks of the future run.
+                future.set_result(result)
 
         self._calls.put(call)
         return future
