@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from scipy import stats
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.cli import model_argument
@@ -283,6 +285,13 @@ def test_losses_and_their_difference_are_per_token() -> None:
     assert bounds is not None and bounds[0] < value < bounds[1]
     # Losses that are equal leave no doubt of their mean, however many tokens they have.
     assert mean_interval([1.0, 1.0], [3, 9]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 9, 40])
+def test_the_interval_of_a_mean_is_that_of_students_t_distribution(count: int) -> None:
+    values = [math.sin(index) for index in range(count)]
+    by_scipy = stats.t.interval(0.95, count - 1, loc=np.mean(values), scale=stats.sem(values))
+    assert mean_interval(values) == pytest.approx(by_scipy, rel=0.01)
 
 
 def test_a_problem_with_several_responses_counts_once() -> None:

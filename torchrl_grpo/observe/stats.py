@@ -107,9 +107,11 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] = ()) -> tup
 def _t_95(freedom: int) -> float:
     """Return the two-sided 95 % quantile of Student's t distribution.
 
-    It is that of the normal distribution, expanded for the degrees of freedom (Abramowitz and Stegun,
-    26.7.5), and exact to 1 % from four of them on.
+    From four degrees of freedom on, it is that of the normal distribution, expanded (Abramowitz and Stegun,
+    26.7.5), which is exact to 1 %.
     """
+    if freedom < 4:
+        return (12.7062, 4.3027, 3.1824)[freedom - 1]
     z, v = Z_95, freedom
     return (
         z
