@@ -9,8 +9,8 @@ import cli_calls
 import pytest
 from cli_calls import ROOT, accept, call
 
+from torchrl_grpo.cli.checked_job import resolve_job
 from torchrl_grpo.cli.compose import composer
-from torchrl_grpo.cli.main import resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 

@@ -32,9 +32,9 @@ CONFIG = ROOT / "config"
 # Those of the launcher have keys of their own: tests/distributed/test_ranks.py.
 YAMLS = sorted(path for path in CONFIG.rglob("*.yaml") if path.parent.name != "accelerate")
 PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart", "grpo_quickstart_lora"]
-# Rooms that show keys and check them. Of their modules only two act on keys.
+# Rooms that show keys and check them. Of their modules only these act on keys.
 NOT_READERS = {"cli", "config"}
-READERS = {"cli/main.py", "cli/multirun.py", "config/derived.py", "config/mixture.py"}
+READERS = {"cli/dry_run.py", "cli/main.py", "cli/multirun.py", "config/derived.py", "config/mixture.py"}
 
 
 def composed(*words: str, name: str = "grpo_gsm8k") -> Config:

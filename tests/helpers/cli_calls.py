@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_grpo.cli import main
+from torchrl_grpo.cli import checked_job, main
 from torchrl_grpo.cli.compose import composer, open_free_form
 from torchrl_grpo.config import Config
 
@@ -53,7 +53,7 @@ def accept(*words: str) -> Config:
     """
     with composer(ROOT / "config", "grpo_gsm8k", None) as tree:
         (overrides,) = tree.jobs([open_free_form(word) for word in words], sweep=False)
-        return main.resolve_job(tree.compose(overrides, 0).node, lambda cfg: None)
+        return checked_job.resolve_job(tree.compose(overrides, 0).node, lambda cfg: None)
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:

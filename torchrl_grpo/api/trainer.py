@@ -23,8 +23,9 @@ from torchrl_grpo.api.rows import (
     rewards_itself,
 )
 from torchrl_grpo.checkpoints import run_dir as run_folder
+from torchrl_grpo.cli.checked_job import resolve_job, write_notes
 from torchrl_grpo.cli.compose import Composer, composer, write_override
-from torchrl_grpo.cli.main import Command, resolve_job, write_notes
+from torchrl_grpo.cli.main import Command
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS, REWARDS
 from torchrl_grpo.config.checks import check_installed

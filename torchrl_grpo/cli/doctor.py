@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_machine(words: Sequence[str], as_json: bool) -> int:
     """Check the machine, and return the exit code."""
-    from torchrl_grpo.cli.main import compose_job
+    from torchrl_grpo.cli.checked_job import compose_job
     from torchrl_grpo.tools import machine_check
 
     cfg = compose_job([*_SHORT, *words], "grpo_quickstart", None)

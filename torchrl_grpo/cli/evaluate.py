@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torchrl_grpo.checkpoints.run_dir import new_folder
 from torchrl_grpo.cli import model_argument
+from torchrl_grpo.cli.checked_job import compose_job, resolve_job
 from torchrl_grpo.cli.endings import exit_codes
-from torchrl_grpo.cli.main import compose_job, resolve_job
 from torchrl_grpo.cli.model_argument import ModelArgument
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed

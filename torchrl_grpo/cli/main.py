@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.checkpoints import run_dir
 from torchrl_grpo.cli import multirun, sweep
 from torchrl_grpo.cli.arguments import read_arguments
+from torchrl_grpo.cli.checked_job import existing_folder, resolve_job, write_notes
 from torchrl_grpo.cli.endings import USER_ERROR_CODE, exit_codes, report
 from torchrl_grpo.cli.help import help_text, primary_configs
 from torchrl_grpo.config import Config, derived, parse
@@ -30,8 +31,7 @@ from torchrl_grpo.config.schema import SweepConfig
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, RanksApart, UserError
-from torchrl_grpo.models import kind, shape
-from torchrl_grpo.planning import resolve
+from torchrl_grpo.models import shape
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
@@ -103,54 +103,6 @@ def main(command: Command, argv: Sequence[str] | None = None) -> None:
         gc.enable()
 
 
-def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
-    """Parse and check a composed configuration, and resolve what depends on launcher and machine.
-
-    Args:
-        node: composed configuration.
-        check: check of the command.
-
-    Raises:
-        UserError: a value is invalid; the message names it and a fix.
-    """
-    cfg = resolve.with_model(resolve.resolved(parse(node)))
-    check(cfg)
-    for model in derived.models_of(cfg):
-        kind.check_kind(model)
-    return cfg
-
-
-def compose_job(
-    overrides: Sequence[str],
-    config_name: str,
-    extra_dir: Path | None,
-    check: Callable[[Config], None] = lambda cfg: None,
-) -> Config:
-    """Compose the configuration of a single job, and do what :func:`resolve_job` does.
-
-    Args:
-        overrides: ``key=value`` of a command line.
-        config_name: name of the primary configuration.
-        extra_dir: folder with more configurations, or None.
-        check: check of the command.
-
-    Raises:
-        UserError: a value is invalid; the message names it and a fix.
-    """
-    from torchrl_grpo.cli.compose import composer, open_free_form
-
-    extra = None if extra_dir is None else _folder("--config-dir", str(extra_dir))
-    with composer(config_dir(), config_name.removesuffix(".yaml"), extra) as tree:
-        (words,) = tree.jobs([open_free_form(word) for word in overrides], sweep=None)
-        return resolve_job(tree.compose(words).node, check)
-
-
-def write_notes(job: Job) -> None:
-    """Tell the user, on rank 0, which keys of a job gave way to others."""
-    if rank_env.rank() == 0:
-        sys.stdout.write("".join(f"note: {line}\n" for line in job.settled))
-
-
 class _CommandLine:
     """One command line, from its arguments to its jobs."""
 
@@ -162,8 +114,10 @@ class _CommandLine:
         self.follows = False
         self.config_dir = config_dir().resolve()
         if self.args.config_path is not None:
-            self.config_dir = _folder("--config-path", self.args.config_path)
-        self.extra_dir = _folder("--config-dir", self.args.config_dir) if self.args.config_dir else None
+            self.config_dir = existing_folder("--config-path", self.args.config_path)
+        self.extra_dir = (
+            existing_folder("--config-dir", self.args.config_dir) if self.args.config_dir else None
+        )
         self.config_name = (self.args.config_name or command.config_name).removesuffix(".yaml")
         self.sweep = self.args.multirun or "hydra.mode=MULTIRUN" in self.args.overrides
         self.reported: list[UserError] = []
@@ -335,7 +289,12 @@ class _CommandLine:
             cfg = resolve_job(job.node, self.command.check)
             write_notes(job)
             if cfg.dry_run and rank_env.rank() == 0:
-                self._show_plan(cfg, len(configs), job)
+                from torchrl_grpo.cli import dry_run
+
+                if self.sweep:
+                    sys.stdout.write(f"job {len(configs)}\n")
+                folder = self._to_resume(cfg, job)
+                dry_run.show(cfg, folder, self.command.asynchronous, self._other_plan)
             else:
                 check_installed(cfg)
                 if cfg.resume is None:
@@ -356,37 +315,6 @@ class _CommandLine:
         module, _, _ = self.command.run.partition(":")
         for _ in configs:
             vars(importlib.import_module(module))["follow"]()
-
-    def _show_plan(self, cfg: Config, number: int, job: Job) -> None:
-        from torchrl_grpo.planning import preflight
-        from torchrl_grpo.training import rehearsal
-
-        if self.sweep:
-            sys.stdout.write(f"job {number}\n")
-        if (folder := self._to_resume(cfg, job)) is not None:
-            from torchrl_grpo.checkpoints import checkpoint
-            from torchrl_grpo.training.early_end import summary_of_ended_run
-
-            last_checkpoint = checkpoint.find(folder, str(cfg.resume), verify_checksums=False)
-            resolved = preflight.resolve_proximal(cfg, self.command.asynchronous)
-            checkpoint.check_same_run(last_checkpoint, resolved)
-            ended = summary_of_ended_run(cfg.train, folder, int(last_checkpoint.name)) is not None
-            nothing = ", where it has ended: nothing is left to do" if ended else ""
-            sys.stdout.write(f"resumes {folder} after step {last_checkpoint.name}{nothing}\n")
-        preflight.report(cfg, self.command.asynchronous, other=self._other_plan)
-        loaded = rehearsal.load_problems(cfg)
-        problems = None if loaded is None else len(loaded.train)
-        if loaded is not None:
-            sys.stdout.write(rehearsal.rehearse(cfg, loaded))
-        if cfg.train.num_epochs is not None and problems is not None:
-            dropped = (
-                ", minus the prompts that are dropped for their length"
-                if cfg.env.overlong_prompts == "drop"
-                else ""
-            )
-            sys.stdout.write(f"{derived.describe_length(cfg, problems)}{dropped}\n")
-        for sentence in schedule.unreached(derived.with_total_turns(cfg, problems or 0), problems):
-            sys.stderr.write(f"warning: {sentence}\n")
 
     def _to_resume(self, cfg: Config, job: Job) -> Path | None:
         if cfg.resume is None:
@@ -488,10 +416,3 @@ class _CommandLine:
             if self.sweep:
                 logging.getLogger(__name__).exception("%sfailed", where)
             raise
-
-
-def _folder(option: str, value: str) -> Path:
-    folder = Path(value)
-    if not folder.is_dir():
-        raise ConfigError(f"{option}={value}: there is no such folder; write the path of a folder instead")
-    return folder.resolve()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from torchrl_grpo.cli import listening
 from torchrl_grpo.cli.arguments import Parser
+from torchrl_grpo.cli.checked_job import compose_job
 from torchrl_grpo.cli.endings import USER_ERROR_CODE
-from torchrl_grpo.cli.main import compose_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.engine import LOOPBACK

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from torchrl_grpo.cli.arguments import Parser
+from torchrl_grpo.cli.checked_job import compose_job
 from torchrl_grpo.cli.commands import COMMANDS
 from torchrl_grpo.cli.endings import USER_ERROR_CODE
-from torchrl_grpo.cli.main import Command, compose_job
+from torchrl_grpo.cli.main import Command
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime.files.closed_output import quiet_end
