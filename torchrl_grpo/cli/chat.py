@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.cli import model_argument
-from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.cli.endings import run_tool
 from torchrl_grpo.cli.model_argument import ModelArgument
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models import kind, shape
-from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.printable import printable
 
 if TYPE_CHECKING:
@@ -33,27 +32,21 @@ if TYPE_CHECKING:
 _HELP = "/reset begins a new conversation, /quit ends (or Ctrl-D); Ctrl-C stops a response"
 
 
-@quiet_end()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Run the command: see :func:`~torchrl_grpo.cli.endings.run_tool`."""
+    run_tool(_parser(), _run, argv)
 
-    Args:
-        argv: arguments; those of this process by default.
 
-    Raises:
-        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM.
-    """
-    with exit_codes():
-        args = _parser().parse_args(argv)
-        _check(args)
-        _quiet()
-        models = {"model": model_argument.read(args.model)}
-        if args.base is not None:
-            models["base"] = model_argument.read(args.base or _base_of(models["model"]))
-        with tempfile.TemporaryDirectory() as temporary:
-            # A mistake in the second name is reported before the first model is loaded.
-            checked = {name: _checked(args, each, Path(temporary) / name) for name, each in models.items()}
-            _talk([_speaker(name, *settings) for name, settings in checked.items()], args)
+def _run(args: argparse.Namespace) -> None:
+    _check(args)
+    _quiet()
+    models = {"model": model_argument.read(args.model)}
+    if args.base is not None:
+        models["base"] = model_argument.read(args.base or _base_of(models["model"]))
+    with tempfile.TemporaryDirectory() as temporary:
+        # A mistake in the second name is reported before the first model is loaded.
+        checked = {name: _checked(args, each, Path(temporary) / name) for name, each in models.items()}
+        _talk([_speaker(name, *settings) for name, settings in checked.items()], args)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from torchrl_grpo.cli.arguments import Parser
-from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.cli.endings import run_tool
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.doctor import Diagnosis, diagnose
 from torchrl_grpo.observe.metrics import jsonable
-from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.printable import printable
 from torchrl_grpo.tools.gpu_check.results import Status
 
@@ -25,29 +24,22 @@ _SHORT = ("eval.num_problems=4", "logging.progress=false")
 _SHOWN = 300
 
 
-@quiet_end()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Run the command: see :func:`~torchrl_grpo.cli.endings.run_tool`."""
+    run_tool(_parser(), _run, argv)
 
-    Args:
-        argv: arguments; those of this process by default.
 
-    Raises:
-        SystemExit: with code 0 if nothing was found, 1 if something was, 2 for a user error, 130 for an
-            interrupt, 143 for SIGTERM.
-    """
-    with exit_codes():
-        args = _parser().parse_intermixed_args(argv)
-        if args.machine:
-            raise SystemExit(_check_machine(args.words, args.json))
-        if len(args.words) != 1:
-            raise ConfigError("command line: name the folder of one run, or write --machine")
-        diagnosis = diagnose(args.words[0])
-        if args.json:
-            sys.stdout.write(json.dumps(jsonable(entries(diagnosis)), indent=2) + "\n")
-        else:
-            sys.stdout.write("".join(f"{printable(line)}\n" for line in lines(diagnosis)))
-        raise SystemExit(FOUND_CODE if diagnosis.findings else 0)
+def _run(args: argparse.Namespace) -> None:
+    if args.machine:
+        raise SystemExit(_check_machine(args.words, args.json))
+    if len(args.words) != 1:
+        raise ConfigError("command line: name the folder of one run, or write --machine")
+    diagnosis = diagnose(args.words[0])
+    if args.json:
+        sys.stdout.write(json.dumps(jsonable(entries(diagnosis)), indent=2) + "\n")
+    else:
+        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines(diagnosis)))
+    raise SystemExit(FOUND_CODE if diagnosis.findings else 0)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 from torchrl_grpo.distributed.launch import INTERRUPTED_CODE, TERMINATED_CODE
 from torchrl_grpo.errors import UserError
 from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.interrupts import StopRequested, Terminated, raise_terminations
 
 USER_ERROR_CODE = 2
@@ -48,6 +50,23 @@ def exit_codes(is_shared: Callable[[UserError], bool] = lambda error: True) -> I
         raise SystemExit(INTERRUPTED_CODE) from None
     except StopRequested:
         raise SystemExit(STOPPED_CODE) from None
+
+
+def run_tool(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: Sequence[str] | None
+) -> None:
+    """Run a command that is not training.
+
+    Args:
+        parser: parser of its arguments.
+        run: what the command does with them.
+        argv: arguments; those of this process if None.
+
+    Raises:
+        SystemExit: as in :func:`exit_codes`, with code 141 if nobody reads the output, and as ``run`` says.
+    """
+    with quiet_end(), exit_codes():
+        run(parser.parse_intermixed_args(argv))
 
 
 def report(error: UserError, where: str = "") -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from torchrl_grpo.checkpoints.run_dir import new_folder
 from torchrl_grpo.cli import model_argument
 from torchrl_grpo.cli.checked_job import compose_job, resolve_job
-from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.cli.endings import run_tool
 from torchrl_grpo.cli.model_argument import ModelArgument
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
@@ -28,43 +28,36 @@ from torchrl_grpo.observe import evaluation_files
 from torchrl_grpo.observe.evaluation_files import Measured
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.config_dir import config_dir
-from torchrl_grpo.runtime.files.closed_output import quiet_end
 
 
-@quiet_end()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Run the command: see :func:`~torchrl_grpo.cli.endings.run_tool`."""
+    run_tool(_parser(), _run, argv)
 
-    Args:
-        argv: arguments; those of this process by default.
 
-    Raises:
-        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM.
-    """
-    with exit_codes():
-        args = _parser().parse_intermixed_args(argv)
-        names = [args.model, *([] if args.against is None else [args.against])]
-        models = [model_argument.read(name) for name in names]
-        cfg = _task(args, models[0])
-        with tempfile.TemporaryDirectory() as temporary:
-            configs = [
-                model_argument.with_model(cfg, model, Path(temporary) / str(number), args.trust_run)
-                for number, model in enumerate(models)
-            ]
-            for each in configs:
-                shape.check_available(each.model)
-                kind.check_kind(each.model)
-            folder = _new_folder(args.output or Path(time.strftime("evaluations/%Y-%m-%d/%H-%M-%S")))
-            measured: list[Measured] = []
-            try:
-                with screen.log_to_file(folder / "eval.log"):
-                    for each, model in zip(configs, models, strict=True):
-                        measured.append(_measure(each, model))
-                        # The first result is not lost if the second model fails.
-                        evaluation_files.write(folder, cfg.env.dataset, public_config(cfg), measured)
-            finally:
-                if measured:
-                    sys.stdout.write(f"{_table(measured)}\nWritten to {folder.resolve()}\n")
+def _run(args: argparse.Namespace) -> None:
+    names = [args.model, *([] if args.against is None else [args.against])]
+    models = [model_argument.read(name) for name in names]
+    cfg = _task(args, models[0])
+    with tempfile.TemporaryDirectory() as temporary:
+        configs = [
+            model_argument.with_model(cfg, model, Path(temporary) / str(number), args.trust_run)
+            for number, model in enumerate(models)
+        ]
+        for each in configs:
+            shape.check_available(each.model)
+            kind.check_kind(each.model)
+        folder = _new_folder(args.output or Path(time.strftime("evaluations/%Y-%m-%d/%H-%M-%S")))
+        measured: list[Measured] = []
+        try:
+            with screen.log_to_file(folder / "eval.log"):
+                for each, model in zip(configs, models, strict=True):
+                    measured.append(_measure(each, model))
+                    # The first result is not lost if the second model fails.
+                    evaluation_files.write(folder, cfg.env.dataset, public_config(cfg), measured)
+        finally:
+            if measured:
+                sys.stdout.write(f"{_table(measured)}\nWritten to {folder.resolve()}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,35 +12,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchrl_grpo.cli.arguments import Parser
-from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.cli.endings import run_tool
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.metrics import METRICS
 from torchrl_grpo.observe.report import PAGE
-from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.printable import printable
 
 DIFFERENCES = "report-diff.html"
 
 
-@quiet_end()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Run the command: see :func:`~torchrl_grpo.cli.endings.run_tool`."""
+    run_tool(_parser(), _run, argv)
 
-    Args:
-        argv: arguments; those of this process by default.
 
-    Raises:
-        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM.
-    """
-    with exit_codes():
-        args = _parser().parse_args(argv)
-        _check(args)
-        if args.watch:
-            _watch(args.runs[0], args.port)
-        elif len(args.runs) == 1:
-            _write(args.runs[0], args.output)
-        else:
-            _compare(args.runs, args.output or Path(DIFFERENCES))
+def _run(args: argparse.Namespace) -> None:
+    _check(args)
+    if args.watch:
+        _watch(args.runs[0], args.port)
+    elif len(args.runs) == 1:
+        _write(args.runs[0], args.output)
+    else:
+        _compare(args.runs, args.output or Path(DIFFERENCES))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,31 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchrl_grpo.cli.arguments import Parser
-from torchrl_grpo.cli.endings import exit_codes
+from torchrl_grpo.cli.endings import run_tool
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.metrics import METRICS
-from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.printable import printable
 
 
-@quiet_end()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Run the command: see :func:`~torchrl_grpo.cli.endings.run_tool`."""
+    run_tool(_parser(), _run, argv)
 
-    Args:
-        argv: arguments; those of this process by default.
 
-    Raises:
-        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM.
-    """
-    with exit_codes():
-        args = _parser().parse_args(argv)
-        if not any(args.sweep.glob(f"*/{METRICS}")):
-            raise ConfigError(
-                f"SWEEP={args.sweep}: no folder in it has {METRICS}, so it is no folder of a sweep; write a "
-                "folder such as multirun/2026-01-31/10-30-00"
-            )
-        show(args.sweep, args.baseline)
+def _run(args: argparse.Namespace) -> None:
+    if not any(args.sweep.glob(f"*/{METRICS}")):
+        raise ConfigError(
+            f"SWEEP={args.sweep}: no folder in it has {METRICS}, so it is no folder of a sweep; write a "
+            "folder such as multirun/2026-01-31/10-30-00"
+        )
+    show(args.sweep, args.baseline)
 
 
 def show_if_compared(folder: Path) -> None:
