@@ -19,7 +19,7 @@ from torchrl_grpo.cli import model_argument
 from torchrl_grpo.cli.evaluate import main
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import show
-from torchrl_grpo.errors import ConfigError, ModelError
+from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError
 from torchrl_grpo.observe.evaluation_files import Measured, difference, lm_eval
 from torchrl_grpo.observe.stats import mean_interval, paired_interval
 from torchrl_grpo.training import job
@@ -132,6 +132,21 @@ def test_a_checkpoint_from_before_a_key_was_renamed_is_read(tmp_path: Path) -> N
     written = OmegaConf.to_yaml(OmegaConf.structured(cfg))
     (tmp_path / "config.yaml").write_text(written.replace("max_logprob_diff", "max_logprob_gap"))
     assert model_argument.config_of(tmp_path) == cfg
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "env: {system_prompt: '${oc.env:HOME}'}",
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]",
+        "- 1",
+        "model: !!python/object:os.system {}",
+    ],
+)
+def test_the_configuration_of_somebody_elses_run_is_read_as_plain_values(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"cannot be read .*; write --config-name"):
+        model_argument.config_of(tmp_path)
 
 
 CODE = {"marker": "MARK.py:score", "length": "MARK.py:score"}

@@ -626,6 +626,15 @@ def test_csv_logger_and_its_resume(tmp_path: Path) -> None:
     assert scalars.read_text() == "1,0.5\n2,1.0\n3,9.0\n"
 
 
+def test_a_logger_gets_no_secret_of_the_configuration(tmp_path: Path) -> None:
+    cfg = config("csv")
+    cfg.reward.args = {"quality": {"api_key": "a secret"}}
+    cfg.env.environment_args = {"token": "a secret"}
+    build(cfg, tmp_path).close()
+    sent = next((tmp_path / "csv" / "exp" / "texts").iterdir()).read_text()
+    assert "optimizer.lr" in sent and "secret" not in sent
+
+
 def csv_of_a_thousand_steps(tmp_path: Path) -> Path:
     path = tmp_path / "csv" / tmp_path.name / "scalars" / "reward.csv"
     path.parent.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torchrl_grpo.config.resume import EARLIER_NAMES
 from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError, first_line
 from torchrl_grpo.models import on_hub
 from torchrl_grpo.runtime import hub
-from torchrl_grpo.runtime.files.run_records import is_step
+from torchrl_grpo.runtime.files.run_records import DAMAGED, is_step, read_yaml
 from torchrl_grpo.runtime.paths import expanded
 
 if TYPE_CHECKING:
@@ -80,16 +81,17 @@ def config_of(checkpoint: Path) -> Config:
         CheckpointError: it cannot be read.
     """
     from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     path = checkpoint / "config.yaml"
     try:
-        node = OmegaConf.load(path)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        values = read_yaml(path)
+        # The run has resolved them. Others could read variables of this process into what is written.
+        if not isinstance(values, dict) or "${" in json.dumps(values):
+            raise ValueError("it is no resolved configuration")
+    except (OSError, TypeError, *DAMAGED) as error:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}); write --config-name") from error
-    # What it stood for is in the other keys.
-    assert isinstance(node, DictConfig)
+    node = OmegaConf.create(values)
+    # What an earlier name stood for is in the other keys.
     for earlier, name in EARLIER_NAMES.items():
         section, _, key = earlier.rpartition(".")
         if isinstance(node.get(section), DictConfig) and key in node[section]:

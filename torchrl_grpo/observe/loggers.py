@@ -6,7 +6,6 @@ not support videos, histograms, or TorchRL's MLflow logger.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.public import public_config
 from torchrl_grpo.config.schema import LoggingConfig
 from torchrl_grpo.config.values import LOGGERS
 from torchrl_grpo.errors import CheckpointError, ConfigError, first_line
@@ -171,7 +171,7 @@ def build(
     loggers: list[Logger] = []
     places: dict[str, Path] = {}
     notes: list[str] = []
-    hparams = _flatten(dataclasses.asdict(cfg))
+    hparams = _flatten(public_config(cfg))
     for name in names:
         places[name] = root / name
         if name == "csv":
