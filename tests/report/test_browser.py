@@ -78,11 +78,18 @@ def steps_under(page: Page, over: Locator, share: float) -> set[str]:
     return set(texts(page, ".u-legend .u-series:first-child .u-value"))
 
 
+def graded_by_exact_match(run: Path) -> Path:
+    (run / ".hydra").mkdir(exist_ok=True)
+    (run / ".hydra/about.json").write_text(json.dumps({"right": {"reward": "exact_match", "threshold": 1.0}}))
+    return run
+
+
 def test_curves_share_cursor_and_zoom_and_open_the_rollouts_of_a_step(tmp_path: Path, opened: Opener) -> None:
-    page = opened(write_run(tmp_path / "run"))
+    page = opened(graded_by_exact_match(write_run(tmp_path / "run")))
     page.click("#tab-curves")
     titles = texts(page, ".chart h3")
-    assert {"Reward and its parts", "Held-out value, with 95 % interval", "Seconds by phase"} <= set(titles)
+    held_out = "Held-out value by exact_match, with 95 % interval"
+    assert {"Reward and its parts", held_out, "Seconds by phase"} <= set(titles)
     inked = page.locator(".chart canvas").evaluate_all(
         "all => all.map(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x > 0))"
     )
@@ -329,10 +336,21 @@ def test_pictures_of_the_page(tmp_path: Path, opened: Opener) -> None:
 
 
 def test_the_overview_shows_the_primary_held_out_value(tmp_path: Path, opened: Opener) -> None:
-    run = write_run(tmp_path / "run", steps=2)
+    run = graded_by_exact_match(write_run(tmp_path / "run", steps=2))
     both = {"eval/accuracy": 0.0, "eval/primary": 0.31}
     write_lines(run / "metrics.jsonl", [{"step": 0, **both}, {"step": 2, "eval/primary": 0.73}])
-    assert "0.31 → 0.73" in texts(opened(run), ".fact")[0]
+    grades = [("a", 0, 0.25), ("b", 0, 0.4), ("c", 0, 0.3), ("a", 2, 0.9), ("b", 2, 0.2), ("c", 2, None)]
+    rows = [
+        {"step": step, "id": id, "prompt": id, "response": "r", "grade": grade} for id, step, grade in grades
+    ]
+    write_lines(run / "evaluations.jsonl", rows)
+    page = opened(run)
+    fact = texts(page, ".fact")[0]
+    assert "0.31 → 0.73" in fact and "held-out mean of exact_match" in fact
+    page.click("#tab-problems")
+    # A mean of a reward says of no problem that it is solved, and a judge that fails takes nothing back.
+    buttons = page.locator(".history").first.locator(".filters button").all_inner_texts()
+    assert buttons == ["all: 3", "seen once: 1", "better: 1", "worse: 1"]
 
 
 def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opened: Opener) -> None:
@@ -346,7 +364,7 @@ def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opene
     page = opened(run)
     page.click("#tab-problems")
     held_out = page.locator(".history").first
-    assert held_out.locator(".filters button").all_inner_texts() == ["all: 2"]
+    assert held_out.locator(".filters button").all_inner_texts() == ["all: 2", "worse: 1", "better: 1"]
     marks = held_out.locator(".marks i").evaluate_all(
         "all => all.map(i => getComputedStyle(i).backgroundColor)"
     )

@@ -31,6 +31,8 @@ class HeldOutHistory:
         # For each evaluation: sum and number of the grades of each problem.
         self._sums: list[array[float]] = []
         self._counts: list[array[int]] = []
+        # Problems of the newest evaluation.
+        self._seen: set[int] = set()
         self._texts: dict[int, dict[str, Any]] = {}
         self._size = 0
 
@@ -45,15 +47,18 @@ class HeldOutHistory:
             self._steps.append(step)
             self._sums.append(array("f"))
             self._counts.append(array("i"))
+            self._seen.clear()
         sums, counts = self._sums[-1], self._counts[-1]
         while len(sums) <= problem:
             sums.append(0.0)
             counts.append(0)
-        is_first_sample = counts[problem] == 0
         grade = number(row.get("grade"))
-        sums[problem] += 0.0 if math.isnan(grade) else grade
-        counts[problem] += 1
-        if is_first_sample:
+        # A response that a judge gave no verdict on has none, and is left out of the metrics too.
+        if not math.isnan(grade):
+            sums[problem] += grade
+            counts[problem] += 1
+        if problem not in self._seen:
+            self._seen.add(problem)
             self._take_text(problem, id, step, row)
 
     def _take_text(self, problem: int, id: str, step: int, row: dict[str, Any]) -> None:

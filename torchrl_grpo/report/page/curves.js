@@ -48,10 +48,12 @@ class Curves {
     };
     this.element.append(h("p", { className: "note" }, this.hint, " ", choice), grid);
     if (this.note) this.element.prepend(h("p", { className: "note" }, this.note));
+    const graders = [...new Set(this.data.runs.map((run) => run.about?.right.reward).filter(Boolean))];
     for (const panel of PANELS) {
       const test = panel.match instanceof RegExp ? (name) => panel.match.test(name) : panel.match;
       const present = names.filter(test);
-      if (present.length) this.addChart(grid, panel, present);
+      const title = panel.bands && graders.length ? `Held-out value by ${graders.join(", ")}, with 95 % interval` : panel.title;
+      if (present.length) this.addChart(grid, { ...panel, title }, present);
     }
   }
 

@@ -61,6 +61,14 @@ function heldOutName(run) {
   return ["eval/primary", "eval/accuracy", "eval/loss"].find((name) => run.metrics[name]?.some((value) => !Number.isNaN(value)));
 }
 
+// What the held-out value of a run is, and what grades it.
+function heldOutLabel(run) {
+  const { reward } = run.about.right;
+  const kind = heldOutName(run).slice(5);
+  if (kind === "primary") return reward ? `mean of ${reward}` : kind;
+  return reward && kind === "accuracy" ? `accuracy by ${reward}` : kind;
+}
+
 // The end of a prompt, where the question is, in one line.
 function question(prompt) {
   return prompt.replaceAll(/<\|[a-z_]+\|>|\s+/g, " ").trim().slice(-110);

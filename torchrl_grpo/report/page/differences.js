@@ -48,7 +48,7 @@ class Differences {
       return [name, digits(base, 3), digits(other, 3), sign(difference), interval, digits(count)].map((text, at) => h(at === 3 ? "th" : "td", {}, text));
     });
     const grade = isLoss ? "loss" : "grade";
-    const history = new History("", `Problems whose ${grade} differs: that in ${first}, then that in ${second}; a click shows both responses.`, problems.map((problem) => this.problem(problem, first, second, [before, after], grade)), isLoss ? null : 1);
+    const history = new History("", `Problems whose ${grade} differs: that in ${first}, then that in ${second}; a click shows both responses.`, problems.map((problem) => this.problem(problem, first, second, [before, after], grade)), null, isLoss ? (loss) => Math.exp(-loss) : undefined);
     if (problems.length) this.histories.push(history);
     return [h("h3", {}, title), this.table("", ["", first, second, "difference", "95 % interval", "problems"], rows), ...(problems.length ? [history.element] : [])];
   }

@@ -19,7 +19,7 @@ class Overview {
     const name = heldOutName(run);
     if (name) {
       const [values, low, high] = [at(name), at(`${name}_low`), at(`${name}_high`)];
-      fact(`held-out ${name.slice(5)}${low.length ? `, ${digits(low.at(-1), 3)} to ${digits(high.at(-1), 3)}` : ""}`, values.length > 1 ? `${digits(values[0], 3)} → ${digits(values.at(-1), 3)}` : digits(values[0], 3));
+      fact(`held-out ${heldOutLabel(run)}${low.length ? `, ${digits(low.at(-1), 3)} to ${digits(high.at(-1), 3)}` : ""}`, values.length > 1 ? `${digits(values[0], 3)} → ${digits(values.at(-1), 3)}` : digits(values[0], 3));
     }
     const rewards = at("reward/mean");
     if (rewards.length) fact("mean reward, first and last round", `${digits(rewards[0], 3)} → ${digits(rewards.at(-1), 3)}`);

@@ -16,11 +16,11 @@ const answer = (title, response) => h("div", { className: "card" }, h("h3", {}, 
 
 class History {
   // A problem has `label`, `grades` in order, `steps` of these, and `open()`, which shows its responses. Without
-  // a threshold, grades are losses: a lower one is better, and none is a solution. A problem may have a `state`.
-  constructor(title, note, problems, threshold) {
+  // a threshold, no grade is a solution. A problem may have a `state`. `shadeOf` makes a shade of 0 to 1 of a grade.
+  constructor(title, note, problems, threshold, shadeOf = (grade) => grade) {
     this.problems = problems;
     for (const problem of problems) problem.state ??= threshold === null ? "" : stateOf(problem.grades, threshold);
-    this.shadeOf = threshold === null ? (loss) => Math.exp(-loss) : (grade) => grade;
+    this.shadeOf = shadeOf;
     this.matches = problems;
     this.marks = Math.min(40, problems.reduce((most, problem) => Math.max(most, problem.grades.length), 3));
     this.list = new VirtualList((at) => this.row(this.matches[at]));
@@ -73,19 +73,28 @@ class Problems {
     const { ids, steps, grades, lost } = this.run.held_out;
     const texts = this.run.texts.held_out;
     if (!ids.length) return null;
-    const isLoss = heldOutName(this.run) === "eval/loss";
+    const name = heldOutName(this.run);
+    const isLoss = name === "eval/loss";
+    // Only a verdict says whether a problem is solved. Of several responses, at least half have to be right.
+    const threshold = isLoss || name === "eval/primary" ? null : 0.5;
+    const moved = (values) => {
+      const rise = (isLoss ? -1 : 1) * (values.at(-1) - values[0]);
+      return values.length < 2 ? "seen once" : rise > 0 ? "better" : rise < 0 ? "worse" : "unchanged";
+    };
     const grade = isLoss ? "loss" : "grade";
     const side = (title, text) => answer(`${title}, step ${text.step}, ${grade} ${digits(text.grade)}`, text.response);
     const problems = ids.map((id, problem) => {
       const history = steps.map((step, at) => [step, grades[at * ids.length + problem]]).filter(([, grade]) => !Number.isNaN(grade));
       const text = texts[problem];
+      const state = threshold === null ? moved(history.map(([, grade]) => grade)) : undefined;
       return {
+        state,
         label: text ? `${id}: ${question(text.prompt)}` : id, steps: history.map(([step]) => step), grades: history.map(([, grade]) => grade),
         open: () => [h("h3", {}, id), ...(text ? [h("pre", {}, text.prompt), h("div", { className: "cards" }, side("Before", text.first), side("After", text.last))] : [h("p", { className: "note" }, "The texts of this problem are not in the report.")])],
       };
-    });
+    }).filter((problem) => problem.grades.length);
     const note = `${isLoss ? "Loss" : "Grade"} of each held-out problem in ${steps.length} evaluations; a click shows the first and the newest response.${lost ? " Problems or texts beyond a bound are left out." : ""}`;
-    return new History("Held-out problems", note, problems, isLoss ? null : 1);
+    return new History("Held-out problems", note, problems, threshold, isLoss ? (loss) => Math.exp(-loss) : undefined);
   }
 
   training() {
