@@ -166,6 +166,22 @@ def test_grades_that_mean_different_things_are_not_compared(tmp_path: Path, othe
     assert [metric["name"] for metric in moment["metrics"]] == ["reward format"] and not moment["problems"]
 
 
+def test_sums_of_different_rewards_are_not_compared(tmp_path: Path) -> None:
+    def metrics(**reward: Any) -> list[str]:
+        folder = tmp_path / str(len(reward))
+        runs = [
+            write_evaluations(
+                folder / name, {0: {"p": grade}}, settings, rewards={"format": grade}, reward=grade
+            )
+            for name, grade, settings in (("a", 0.0, A), ("b", 1.0, {**B, **reward}))
+        ]
+        (moment,) = held_out(*runs)["moments"]
+        return [metric["name"] for metric in moment["metrics"]]
+
+    assert "sum of rewards" in metrics()
+    assert "sum of rewards" not in metrics(reward={"weights": {"format": 0.5}})
+
+
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     base = write_evaluations(tmp_path / "a", {0: {"p": 1.0}}, A)
     without = write_evaluations(tmp_path / "b", {}, B)

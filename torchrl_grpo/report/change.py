@@ -35,7 +35,7 @@ def of_run(
     """
     first, last = (paired.read_answers(run_dir, step) for step in steps)
     ids, _ = paired.shared_problems(first, last)
-    difference = paired.differences(first, last, ids, is_graded=True).get(paired.GRADE)
+    difference = paired.differences(first, last, ids).get(paired.GRADE)
     if difference is None:
         return None
     id, grades = next(iter(paired.changed(first, last, ids).items()), ("", (0.0, 0.0)))

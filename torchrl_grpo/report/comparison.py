@@ -42,6 +42,8 @@ MEASURING = (
     "reward.args",
     "reward.functions",
 )
+# What the sum of the rewards depends on.
+_OF_SUM = ("reward.args", "reward.functions", "reward.weights")
 _KINDS = {"eval/primary": "value", "eval/accuracy": "accuracy", "eval/loss": "loss"}
 _UNKNOWN = "a reward of unknown name"
 Answers = Mapping[str, paired.Answers]
@@ -68,6 +70,9 @@ class Comparison:
         self._steps = [list(run["held_out"]["steps"]) for run in contents]
         self._kinds, self._graders = zip(*(_grading(run) for run in contents), strict=True)
         self._is_graded = self._graders[0] == self._graders[1]
+        self._without = [] if self._is_graded else [paired.GRADE]
+        if any(key.startswith(_OF_SUM) for key in differing or []):
+            self._without.append(paired.SUM)
 
     def entries(self, budget: int) -> dict[str, Any]:
         """Return the results of the two runs on the same problems as JSON, with ``notes`` in sentences.
@@ -130,7 +135,7 @@ class Comparison:
     def _moment(
         self, steps: tuple[int, int], first: Answers, second: Answers, ids: Sequence[str], budget: int
     ) -> dict[str, Any]:
-        results = paired.differences(first, second, ids, is_graded=self._is_graded)
+        results = paired.differences(first, second, ids, self._without)
         changed = paired.changed(first, second, ids) if self._is_graded else {}
         texts = [
             paired.read_responses(run_dir, step, changed.keys(), budget // 2)

@@ -135,7 +135,10 @@ def shared_problems(
 
 
 def differences(
-    first: Mapping[str, Answers], second: Mapping[str, Answers], ids: Sequence[str], *, is_graded: bool
+    first: Mapping[str, Answers],
+    second: Mapping[str, Answers],
+    ids: Sequence[str],
+    without: Collection[Name] = (),
 ) -> dict[Name, Difference]:
     """Compare each grade and reward that both runs have, on the problems for which both have it.
 
@@ -145,13 +148,13 @@ def differences(
         first: answers of the first run.
         second: answers of the second run.
         ids: problems to compare.
-        is_graded: whether the grades of both mean the same. Otherwise they are left out.
+        without: what does not mean the same in both, and is not compared.
     """
     names = dict.fromkeys(name for id in ids for name in first[id].sums if name in second[id].sums)
     results: dict[Name, Difference] = {}
     grades: list[tuple[float, float]] | None = None
     for name in list(names)[: MOST_PARTS + 2]:
-        if name == GRADE and not is_graded:
+        if name in without:
             continue
         both = [(second[id], first[id]) for id in ids if name in first[id].sums and name in second[id].sums]
         pairs = [(later.mean(name), base.mean(name)) for later, base in both]
