@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -90,6 +92,19 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_was_shown(
     monkeypatch.setattr(chat.Speaker, "answer", answer)
     assert talk(monkeypatch, capsys, "hi\nho\n", str(tiny_model_dir)).count("model> \n") == 2
     assert remembered == shown and len(shown) == 2
+
+
+def test_a_termination_during_an_answer_ends_the_command(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(piece: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the handler raises before this")
+
+    monkeypatch.setattr(chat, "_show", stop)
+    with pytest.raises(SystemExit) as stopped:
+        talk(monkeypatch, capsys, "hi\nho\n", str(tiny_model_dir))
+    assert stopped.value.code == 143
 
 
 def test_of_the_settings_in_a_models_folder_only_the_ends_count(

@@ -23,6 +23,7 @@ from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models import kind, shape
+from torchrl_grpo.runtime.interrupts import Terminated
 from torchrl_grpo.runtime.printable import printable
 
 if TYPE_CHECKING:
@@ -215,8 +216,12 @@ def _talk(speakers: Sequence[Speaker], args: argparse.Namespace) -> None:
         elif text:
             for speaker in speakers:
                 sys.stdout.write(f"{speaker.name}> ")
-                with contextlib.suppress(KeyboardInterrupt):
+                try:
                     speaker.answer(text, options, _show)
+                except Terminated:
+                    raise
+                except KeyboardInterrupt:
+                    pass  # The user has read enough of this response.
                 sys.stdout.write("\n")
 
 
