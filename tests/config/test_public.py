@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.public import public_config, public_overrides
+from torchrl_grpo.config.public import public_config, public_overrides, shown_overrides
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,11 @@ def test_settings_of_the_training_are_public(word: str) -> None:
 )
 def test_what_may_be_secret_is_left_out(word: str) -> None:
     assert public_overrides(["seed=1", word]) == ["seed=1"]
+
+
+def test_a_command_says_what_it_leaves_out() -> None:
+    words = ["seed=1", "+model.name=/home/SECRET", "hydra.run.dir=/home/SECRET", "reward={args:{key:SECRET}}"]
+    assert shown_overrides(words) == ["seed=1", "+model.name=LEFT_OUT", "reward=LEFT_OUT"]
 
 
 def test_a_public_configuration_has_no_secret() -> None:

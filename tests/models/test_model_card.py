@@ -20,7 +20,7 @@ METRICS = {
     "eval/accuracy_high": 0.6,
     "eval/num_problems": 100,
 }
-TRAINING = model_card.Training("grpo.py optimizer.lr=2e-5", 30, METRICS, 30, 0.25)
+TRAINING = model_card.Training("grpo.py optimizer.lr=2e-5", 30, METRICS, 30, {"eval/accuracy": 0.25}, "gsm8k")
 
 
 def base_folder(folder: Path, card: str | None) -> Path:
@@ -46,14 +46,21 @@ def test_a_card_says_where_the_model_is_from_and_what_it_can_do(tmp_path: Path) 
     assert data["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert (data["license"], data["library_name"]) == ("apache-2.0", "transformers")
     assert {"torchrl-grpo", "grpo"} <= set(data["tags"])
-    assert "| accuracy | 0.500 | 0.400 to 0.600 |" in text and "accuracy was 0.250" in text
+    assert "| accuracy by gsm8k | 0.250 | 0.500 | 0.400 to 0.600 |" in text
     assert "    grpo.py optimizer.lr=2e-5\n" in text and "optimizer steps: 30" in text
     assert "torchrl-grpo 0.1.0" in text and "transformers 5" in text and "gsm8k" in text
     # Adapters are loaded otherwise, and a run need not evaluate.
     (tmp_path / "model/adapter_config.json").write_text(json.dumps({}))
-    data, text = write(tmp_path / "model", cfg, model_card.Training("", 3, {}, 0, None))
+    data, text = write(tmp_path / "model", cfg, model_card.Training("", 3, {}, 0, {}, "gsm8k"))
     assert data["library_name"] == "peft" and "AutoPeftModelForCausalLM" in text
     assert "No held-out problems were evaluated." in text and "Command" not in text
+
+
+def test_a_mean_of_an_own_reward_has_its_name_and_what_it_was_before(tmp_path: Path) -> None:
+    metrics = {"eval/primary": 0.875, "eval/primary_low": 0.8, "eval/primary_high": 0.95}
+    training = model_card.Training("", 8, metrics, 8, {"eval/primary": 0.249}, "brevity")
+    _, text = write(tmp_path / "model", Config(), training)
+    assert "| mean of brevity | 0.249 | 0.875 | 0.800 to 0.950 |" in text
 
 
 @pytest.mark.parametrize(
@@ -101,9 +108,9 @@ def test_fields_that_a_card_lacks_or_has_in_another_form_are_left_out(
     cfg = Config()
     cfg.model.name = str(base_folder(tmp_path / "base", f"---\n{fields}\n---\n"))
     metrics = {"eval/loss": 800.0, "eval/perplexity": None, "eval/num_problems": 3}
-    data, text = write(tmp_path / "model", cfg, model_card.Training("", 3, metrics, 3, None))
+    data, text = write(tmp_path / "model", cfg, model_card.Training("", 3, metrics, 3, {}, "loss"))
     assert {key: value for key, value in data.items() if key.startswith("license")} == license
-    assert text.rstrip().endswith(shown) and "None" not in text and "| loss | 800.000 |" in text
+    assert text.rstrip().endswith(shown) and "None" not in text and "| loss |  | 800.000 |" in text
 
 
 def test_the_card_of_a_model_on_the_hub_is_asked_of_the_hub(

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.public import public_overrides
+from torchrl_grpo.config.public import shown_overrides
 from torchrl_grpo.errors import CheckpointError, ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.run_records import RESUMED, is_step, newest_record
@@ -196,7 +196,7 @@ def public_command(record: Path) -> str:
     """
     try:
         job = yaml.safe_load(read_small(record / "hydra.yaml"))["hydra"]["job"]
-        words = public_overrides(yaml.safe_load(read_small(record / "overrides.yaml")))
+        words = shown_overrides(yaml.safe_load(read_small(record / "overrides.yaml")))
         return shlex.join([Path(job["name"]).name, f"--config-name={Path(job['config_name']).name}", *words])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return ""

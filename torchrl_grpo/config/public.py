@@ -30,6 +30,8 @@ _PRIVATE = (
     "inference_model.weight_folder",
     "reward.args",
 )
+# Sections of private keys that do not change what is trained.
+_NOT_TRAINING = ("hydra", "hub", "logging", "ray", "resume", "sweep")
 # A path, or the server of an environment or of tools, whose command may have a key.
 _PATH = re.compile(r"(^|[\s=:'\"\[{,])([/~]|(openenv|mcp):)")
 
@@ -37,6 +39,21 @@ _PATH = re.compile(r"(^|[\s=:'\"\[{,])([/~]|(openenv|mcp):)")
 def public_overrides(words: Sequence[str]) -> list[str]:
     """Return the overrides that may be published: of keys of the schema, and without paths of the machine."""
     return [word for word in words if _is_public(word)]
+
+
+def shown_overrides(words: Sequence[str]) -> list[str]:
+    """Return the overrides of a command with ``LEFT_OUT`` for what may not be published.
+
+    Those that do not change what is trained are not in it, such as where the run writes.
+    """
+    shown = []
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if _is_public(word):
+            shown.append(word)
+        elif key.lstrip("+~").partition(".")[0] not in _NOT_TRAINING:
+            shown.append(f"{key}{equals}LEFT_OUT")
+    return shown
 
 
 def _is_public(word: str) -> bool:

@@ -38,14 +38,16 @@ class Training:
         step: optimizer steps taken.
         metrics: metrics of the last evaluation, ``eval/*``, None for what is not finite; empty without one.
         evaluated_at: optimizer steps before that evaluation.
-        accuracy_before: held-out accuracy before training; None if it was not measured.
+        before: metrics of the evaluation before training; empty without one.
+        grader: name of what grades held-out responses.
     """
 
     command: str
     step: int
     metrics: Mapping[str, float | None]
     evaluated_at: int
-    accuracy_before: float | None
+    before: Mapping[str, float | None]
+    grader: str
 
 
 @dataclass(frozen=True)
@@ -164,18 +166,22 @@ def _result(training: Training) -> str:
     if not metrics:
         return "## Result\n\nNo held-out problems were evaluated."
     lines = [f"## Result\n\nOn held-out problems, after {training.evaluated_at} optimizer steps:\n"]
-    lines += ["| metric | value | 95 % interval |", "| --- | --- | --- |"]
+    lines += ["| metric | before | after | 95 % interval |", "| --- | --- | --- | --- |"]
+    graded = {"accuracy": f"accuracy by {training.grader}", "primary": f"mean of {training.grader}"}
     for name, value in metrics.items():
         # A number that is not finite, such as the perplexity of a large loss, is null in the run's metrics.
         if value is None or name.endswith(("_low", "_high")):
             continue
         low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
         interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-        shown = f"{value:.3f}" if isinstance(value, float) else str(value)
-        lines.append(f"| {name.removeprefix('eval/')} | {shown} | {interval} |")
-    if training.accuracy_before is not None:
-        lines.append(f"\nBefore training, the accuracy was {training.accuracy_before:.3f}.")
+        before, short = training.before.get(name), name.removeprefix("eval/")
+        shown = "" if before is None else _number(before)
+        lines.append(f"| {graded.get(short, short)} | {shown} | {_number(value)} | {interval} |")
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _training(cfg: Config, base: Base, training: Training) -> str:

@@ -421,13 +421,14 @@ class Session:
             # Somebody may have deleted or changed the file, and the model is saved all the same.
             lines = []
         rows = [row for row in lines if "eval/num_problems" in row]
-        last = rows[-1] if rows else {"step": 0}
+        first, last = (rows[0], rows[-1]) if rows else ({"step": 0}, {"step": 0})
         training = model_card.Training(
             command=public_command(run_dir / ".hydra"),
             step=self.counters.step,
             metrics={name: value for name, value in last.items() if name.startswith("eval/")},
             evaluated_at=last["step"],
-            accuracy_before=self.counters.share_before,
+            before=first if first["step"] == 0 < last["step"] else {},
+            grader=self.outputs.grader,
         )
         model_card.write(folder, self.cfg, self._base, training)
 
