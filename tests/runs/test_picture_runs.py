@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
 from tiny_vlm import build_tiny_vlm, picture
+from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import AdvantageEstimator, Surrogate, TrainMethod
 from torchrl_grpo.errors import ConfigError, DataError, ModelError
 from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.job import run, run_async
@@ -112,6 +117,67 @@ def test_rows_of_a_file_with_and_without_pictures(train: Runner, config: Config,
     stored = {path.name: path.read_bytes() for path in (tmp_path / "run/pictures").iterdir()}
     assert stored.keys() == used and len(used) > 0
     assert set(stored.values()) <= {path.read_bytes() for path in tmp_path.glob("*.png")}
+
+
+@pytest.fixture
+def sft(config: Config, tmp_path: Path) -> Path:
+    """Two steps on four solutions about no to two pictures, without answers. Returns the file of the rows."""
+    config.train.method, config.env.repeats = TrainMethod.sft, 1
+    config.policy.surrogate = Surrogate.log_likelihood
+    config.policy.advantage_estimator = AdvantageEstimator.reward
+    config.train.total_dialog_turns, config.reward.weights, config.env.task_args = 8, {}, {}
+    config.env.dataset, config.env.data_path = "jsonl", str(tmp_path / "rows.jsonl")
+    config.inference_model.max_model_len, config.inference_model.max_new_tokens = 512, 24
+    rows = []
+    for number in range(12):
+        names = [f"{number}-{part}.png" for part in range(number % 3)]
+        for part, name in enumerate(names):
+            picture(20 + 9 * number, 30, 10 * number + part).save(tmp_path / name)
+        rows.append({"question": f"How many? {number}", "solution": f"I see {len(names)}.", "images": names})
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return data
+
+
+@pytest.mark.float32
+def test_losses_of_solutions_are_those_of_the_plain_model(
+    sft: Path, train: Runner, tmp_path: Path, tiny_vlm_dir: Path
+) -> None:
+    before, first, *_, last = train("run")
+    processor = AutoProcessor.from_pretrained(tiny_vlm_dir)
+    model = AutoModelForImageTextToText.from_pretrained(tiny_vlm_dir)
+
+    def losses(row: dict[str, Any], pictures: list[Path]) -> torch.Tensor:
+        answer = processor.tokenizer(row["response"] + "<|im_end|>", return_tensors="pt").input_ids[0]
+        inputs = processor(
+            text=row["prompt"] + row["response"] + "<|im_end|>",
+            images=[Image.open(path) for path in pictures] or None,
+            return_tensors="pt",
+        )
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, -len(answer) - 1 : -1]
+        logits[:, model.config.image_token_id] = -torch.inf
+        return F.cross_entropy(logits, answer, reduction="none")
+
+    stored = tmp_path / "run/pictures"
+    rows = [row for row in read(tmp_path / "run/rollouts.jsonl") if row["step"] == 1]
+    assert len({len(row["pictures"]) for row in rows}) > 1
+    expected = torch.cat([losses(row, [stored / name for name in row["pictures"]]) for row in rows])
+    assert first["loss/total"] == pytest.approx(expected.mean().item(), rel=1e-5)
+    lines = [json.loads(line) for line in sft.read_text().splitlines()]
+    files = {str(line["question"]): [tmp_path / name for name in line["images"]] for line in lines}
+    for row in read(tmp_path / "run/evaluations.jsonl")[: int(before["eval/num_problems"])]:
+        shown = next(paths for question, paths in files.items() if f"{question}<" in row["prompt"])
+        assert row["grade"] == pytest.approx(losses(row, shown).mean().item(), rel=1e-5)
+    assert last["eval/loss"] < before["eval/loss"]
+
+
+def test_solution_with_a_token_of_a_picture_is_refused(sft: Path, train: Runner) -> None:
+    row = {"question": "How many?", "solution": "I see <image>.", "images": []}
+    sft.write_text(f"{sft.read_text()}{json.dumps(row)}\n")
+    assert len(train("run")) > 0
+    with pytest.raises(DataError, match="has a token that stands for a picture"):
+        train("broken", env__control_tokens_in_data=True)
 
 
 def test_text_model_is_refused(train: Runner, tiny_model_dir: Path) -> None:

@@ -188,7 +188,13 @@ def put_in(example: Example, pictures: Sequence[Picture], row: Row) -> Example:
         )
     messages = [{**turn, "content": turn["content"].replace(_WRITTEN, MARK)} for turn in messages]
     question = identity(example.question, pictures) if pictures else example.question
-    return replace(example, messages=messages, question=question, pictures=tuple(pictures))
+    return replace(
+        example,
+        messages=messages,
+        solution=example.solution.replace(MARK, ""),
+        question=question,
+        pictures=tuple(pictures),
+    )
 
 
 def identity(text: str, pictures: Sequence[Picture]) -> str:

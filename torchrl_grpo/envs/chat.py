@@ -66,7 +66,7 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: s
             f"the roles {roles}: {error}. Give another one as model.chat_template. If it does not support a "
             "system message, set env.system_prompt=null."
         ) from error
-    if processor is not None:
+    if processor is not None and reply is None:
         check_marks(tokenizer, processor, text, example)
     return text
 
@@ -147,7 +147,9 @@ def after_message(tokenizer: PreTrainedTokenizerBase) -> str:
         ModelError: the template cannot render such a message, or leaves it out.
     """
     answer = "zqxanswerxqz"
-    messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
+    messages: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
+    if processor_of(tokenizer) is not None:
+        messages = [in_parts(message) for message in messages]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TemplateError as error:

@@ -14,7 +14,9 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import after_message, render_marked
 from torchrl_grpo.envs.control_tokens import control_tokens, visible
 from torchrl_grpo.envs.openings import opening
+from torchrl_grpo.envs.picture_marks import with_picture_tokens
 from torchrl_grpo.errors import DataError
+from torchrl_grpo.models.pictures import processor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,19 +61,27 @@ def solutions(
         end_token_id: token that ends a message.
 
     Raises:
-        DataError: a token covers the end of a prompt and the start of its solution, or a prompt begins
-            thoughts that its solution does not end.
+        DataError: a token covers the end of a prompt and the start of its solution, a prompt begins thoughts
+            that its solution does not end, or a solution has a token that stands for pictures.
         ModelError: the chat template cannot render a message of the assistant.
     """
     control = control_tokens(tokenizer)
     added = tokenizer.added_tokens_decoder.get(end_token_id)
     end = "" if added is None else str(added.content)
     after = after_message(tokenizer)
+    processor = processor_of(tokenizer)
+    blocked = frozenset(() if processor is None else processor.blocked)
     for start in range(0, len(examples), _BATCH):
         batch = examples[start : start + _BATCH]
         rendered = [_texts(tokenizer, example, after, end) for example in batch]
-        prompts = control.ids([texts.prompt for texts in rendered])
-        wholes = control.ids([texts.prompt + texts.written + texts.end for texts in rendered])
+        shown = [
+            with_picture_tokens(tokenizer, texts.prompt, example)
+            for example, texts in zip(batch, rendered, strict=True)
+        ]
+        prompts = control.ids(shown)
+        wholes = control.ids(
+            [text + texts.written + texts.end for text, texts in zip(shown, rendered, strict=True)]
+        )
         for example, texts, prompt, whole in zip(batch, rendered, prompts, wholes, strict=True):
             if whole[: len(prompt)] != prompt:
                 raise _cut_error(tokenizer, example, prompt, whole)
@@ -82,6 +92,11 @@ def solutions(
                     f"train.method=sft: the tokenizer does not find the end token {texts.end.strip()} after "
                     f"the solution of {example.id}; end solutions with other characters, or give another "
                     "template as model.chat_template"
+                )
+            if not blocked.isdisjoint(tokens):
+                raise DataError(
+                    f"train.method=sft: the solution of {example.id} has a token that stands for a picture, "
+                    "which no response may have; remove it, or write env.control_tokens_in_data=false"
                 )
             yield Solution(visible(texts.written), tokens, texts.is_shortened)
 

@@ -92,5 +92,5 @@ class SolutionSource:
         tokens = solution.tokens[: self.max_new_tokens]
         reason = "length" if len(solution.tokens) > self.max_new_tokens else "stop"
         response = Response(tokens, [0.0] * len(tokens), [version] * len(tokens), reason)
-        group = Group(number, prompt.token_ids, 0, [response])
+        group = Group(number, prompt.token_ids, 0, [response], pictures=prompt.pictures)
         return ScoredGroup(group, [solution.text], [ResponseScore(1.0, {}, {})])

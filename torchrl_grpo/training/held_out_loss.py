@@ -10,7 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.batch.schema import build_batch, sampled_mask
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.chat import render
+from torchrl_grpo.envs.chat import prompt_pictures, render
 from torchrl_grpo.envs.solution_tokens import solutions
 from torchrl_grpo.inference.protocol import Completion, Inference
 from torchrl_grpo.training.evaluator import Evaluation
@@ -45,6 +45,10 @@ class HeldOutLoss:
         self._solutions = list(solutions(tokenizer, examples, end_token_id))
         tokens = [solution.tokens[:max_new_tokens] for solution in self._solutions]
         zeros = torch.zeros(len(examples), 1, 1)
+        pictures = [
+            prompt_pictures(tokenizer, example, prompt)
+            for example, (_, prompt) in zip(examples, rendered, strict=True)
+        ]
         self._groups = build_batch(
             [prompt for _, prompt in rendered],
             [[Completion(each, [0.0] * len(each), "stop")] for each in tokens],
@@ -53,6 +57,7 @@ class HeldOutLoss:
             torch.arange(len(examples))[:, None],
             0,
             tokenizer.pad_token_id,
+            None if pictures[0] is None else [each.files if each else () for each in pictures],
         )
 
     def __call__(self, engine: Inference) -> Evaluation:

@@ -35,7 +35,6 @@ def check_pictures(cfg: Config) -> None:
     env, lora, fix = cfg.env, cfg.train_model.lora.rank, "model.pictures=false, or"
     distill, wrong = cfg.policy.distill_coef, "it does not take pictures yet (model.pictures=true)"
     refused: list[tuple[bool, str, object, str]] = [
-        (cfg.train.method == "sft", "train.method", cfg.train.method, "train.method=grpo"),
         (distill != 0, "policy.distill_coef", distill, "policy.distill_coef=0"),
         (bool(env.mixture), "env.mixture", env.mixture, "env.mixture=[]"),
         (env.environment is not None, "env.environment", env.environment, "env.environment=null"),
