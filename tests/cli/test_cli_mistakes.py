@@ -502,7 +502,10 @@ BAD: list[tuple[str, str]] = [
     ("env.dataset=pictures model.pictures=true env.overlong_prompts=drop", "env.overlong_prompts=error"),
     ("env.mixture=[{dataset:gsm8k},{dataset:pictures}]", "pictures are not mixed with other data sets yet"),
     ("env=jsonl env.data_path=. env.fields={question:q,images:i}", "write model.pictures=true beside it"),
-    ("model.pictures=true train_model.lora.rank=8", "or train_model.lora.rank=0"),
+    (
+        "model.pictures=true train_model.lora.rank=8 train_model.quantization=nf4",
+        "or train_model.quantization=none",
+    ),
     ("model.pictures=true teacher_model.name=/tmp policy.distill_coef=1", "or policy.distill_coef=0"),
     ("model.pictures=true train_model.compile=true", "or train_model.compile=false"),
     ("model.pictures=true train_model.num_devices=2", "or train_model.num_devices=1"),

@@ -97,6 +97,31 @@ def test_pieces_and_padding_change_nothing_but_rounding(train: Runner) -> None:
             assert without_eval(other)[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.float32
+@pytest.mark.parametrize("trains_vision", [False, True])
+def test_adapters_are_trained_where_they_shall_and_resumed(
+    train: Runner, config: Config, tmp_path: Path, trains_vision: bool
+) -> None:
+    config.train_model.lora.rank, config.train_model.vision_tower = 2, trains_vision
+    config.eval.frequency, config.optimizer.lr, config.train.optim_batch_size = 0, 3e-2, 8
+    settings = {"policy__kl_coef": 0.1, "checkpoint__export_merged": True}
+    whole = train("whole", **settings)
+    first, _, third, last = without_eval(whole)
+    assert first["kl/reference"] == pytest.approx(0.0, abs=1e-6) and last["kl/reference"] > 1e-5
+    # The first step of a round has the weights that have sampled it.
+    assert max(first["policy/logprob_diff"], third["policy/logprob_diff"]) < 1e-4
+    adapters = load_file(tmp_path / "whole/checkpoints/4/model/adapter_model.safetensors")
+    moved = {name for name, tensor in adapters.items() if "lora_B" in name and tensor.any()}
+    assert moved == {name for name in adapters if "lora_B" in name}
+    assert any("vision_model" in name for name in moved) == trains_vision
+    assert any("connector" in name for name in moved) == trains_vision
+    assert train("broken", train__checkpoint_frequency=2, checkpoint__keep=9) == whole
+    assert train("broken", resume=str(tmp_path / "broken/checkpoints/2")) == whole
+    merged = str(tmp_path / "whole/checkpoints/4/merged")
+    config.train_model.lora.rank = 0
+    train("next", model__name=merged, resume=None, checkpoint__export_merged=False)
+
+
 def test_rows_of_a_file_with_and_without_pictures(train: Runner, config: Config, tmp_path: Path) -> None:
     rows = [{"question": f"What is {number}?", "answer": "1", "images": []} for number in range(4)]
     for number in range(8):

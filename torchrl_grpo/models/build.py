@@ -59,7 +59,8 @@ def build_model(cfg: Config, weights: str, device: torch.device, resume_from: Pa
         cfg.train_model.quantization,
         instead="start a new run with train_model.quantization=nf4, or with a smaller model.name",
     )
-    lora.add_adapters(model, adapters, derive_seed(cfg.seed, "lora"))
+    only_text = cfg.model.pictures and not cfg.train_model.vision_tower
+    lora.add_adapters(model, adapters, derive_seed(cfg.seed, "lora"), only_text)
     if resume_from is not None:
         lora.load_adapters(model, resume_from / "model")
     return model

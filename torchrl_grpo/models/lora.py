@@ -36,18 +36,24 @@ _ADAPTER = "default"
 _PREFIX = "base_model.model."
 
 
-def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int) -> None:
+def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int, only_text: bool = False) -> None:
     """Freeze ``model`` and add adapters to its linear layers, in place.
 
     Args:
         model: model in any number format.
         cfg: rank, scale and target layers.
         seed: seed of ``A``. The caller's random state is not changed.
+        only_text: whether what encodes pictures gets no adapters.
 
     Raises:
         ConfigError: ``cfg.target_modules`` names a layer that the model does not have.
     """
     layers = _linear_layers(model)
+    others: list[str] = []
+    if only_text:
+        of_text = set(model.get_decoder().modules())
+        others = [name for name, layer in layers.items() if layer not in of_text]
+        layers = {name: layer for name, layer in layers.items() if layer in of_text}
     chosen = cfg.target_modules
     for target in chosen if chosen != [ALL_LINEAR] else []:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
@@ -61,6 +67,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int) -> None:
         r=cfg.rank,
         lora_alpha=cfg.alpha,
         target_modules=ALL_LINEAR if chosen == [ALL_LINEAR] else list(chosen),
+        exclude_modules=others or None,
         # GPT-2 stores its matrices as [in, out].
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
         task_type="CAUSAL_LM",

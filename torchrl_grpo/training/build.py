@@ -331,6 +331,7 @@ def build_reference(
             learner.autocast_dtype,
             learner.shares_prefix,
             head_dtype=learner.scorer.head_dtype,
+            pictures=learner.scorer.pictures,
         )
         # Attention must round like the policy's.
         scorer.varlen = learner.scorer.varlen

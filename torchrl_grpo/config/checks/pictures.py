@@ -32,7 +32,7 @@ def check_pictures(cfg: Config) -> None:
             wrong = "it names a column of pictures, and model.pictures is false"
             raise bad_value("env.fields", cfg.env.fields, wrong, "model.pictures=true beside it")
         return
-    env, lora, fix = cfg.env, cfg.train_model.lora.rank, "model.pictures=false, or"
+    env, fix = cfg.env, "model.pictures=false, or"
     distill, wrong = cfg.policy.distill_coef, "it does not take pictures yet (model.pictures=true)"
     refused: list[tuple[bool, str, object, str]] = [
         (distill != 0, "policy.distill_coef", distill, "policy.distill_coef=0"),
@@ -45,7 +45,12 @@ def check_pictures(cfg: Config) -> None:
             env.overlong_prompts,
             "env.overlong_prompts=drop",
         ),
-        (lora > 0, "train_model.lora.rank", lora, "train_model.lora.rank=0"),
+        (
+            cfg.train_model.quantization != "none",
+            "train_model.quantization",
+            cfg.train_model.quantization,
+            "train_model.quantization=none",
+        ),
         (cfg.train_model.compile, "train_model.compile", True, "train_model.compile=false"),
         (
             cfg.train_model.num_devices not in ("auto", 1),
