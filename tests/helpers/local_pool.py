@@ -132,7 +132,9 @@ class LocalReference:
 
     def log_probs(self, group: Group) -> Future[list[list[float]]]:
         responses = [response.token_ids for response in group.responses]
-        return self._thread.submit(self.scorer.log_probs, group.teacher_prompt or group.prompt, responses)
+        files = None if group.pictures is None else group.pictures.files
+        prompt = group.teacher_prompt or group.prompt
+        return self._thread.submit(self.scorer.log_probs, prompt, responses, files)
 
     def deadline(self) -> float:
         return math.inf

@@ -22,6 +22,7 @@ from faulty_worker import FaultyActor, OneWorker
 from forked import ForkedPopen
 from publishers import make_publisher
 from stale_parts import FORMATS, Fault, assert_each_is_found, every_part, of_each_kind, share_of
+from tiny_vlm import build_tiny_vlm
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Dtype
@@ -391,6 +392,25 @@ def test_kills_at_random_moments(
     assert code == 0
     assert "3 kills" in said and all(f"'{kind}': 1" in said for kind in soak.KINDS)
     assert "FAILS" not in said
+
+
+@pytest.mark.float32
+def test_pictures_reach_a_worker_and_the_reference(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    model = build_tiny_vlm(tmp_path / "vlm")
+    pictured = ["env.dataset=pictures", "env.data_path=null", "env.task_args={kinds:[dice],size:48}"]
+    pictured += [f"model.name={model}", "model.pictures=true", "policy.kl_coef=0.1", "hydra.run.dir=run"]
+    pictured += ["train.total_dialog_turns=32", "train.checkpoint_frequency=0", "eval.num_problems=2"]
+    given = [word for word in words if word.partition("=")[0] not in {w.partition("=")[0] for w in pictured}]
+    with started(repo_root, tmp_path, *given, *pictured) as process:
+        assert process.wait(timeout=580) == 0, output(tmp_path)
+    assert summary(tmp_path / "run")["groups"]["trained"] == 8
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
+    # Without the pictures, worker, trainer and reference would score other prompts.
+    assert first["policy/logprob_diff"] < 1e-5 and abs(first["kl/reference"]) < 1e-5
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    assert {name for row in rows for name in row["pictures"]} == {
+        path.name for path in (tmp_path / "run/pictures").iterdir()
+    }
 
 
 def test_vllm_takes_weights_in_flight_from_two_training_ranks(

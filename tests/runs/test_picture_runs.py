@@ -8,18 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from async_runs import AsyncRunner, pools  # noqa: F401  fixtures
+from async_runs import train as train_async  # noqa: F401
+from forked import run_script
+from picture_prompts import SHOWN, example_of, tokenizer_of
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
-from tiny_vlm import build_tiny_vlm, picture
+from tiny_vlm import build, build_tiny_vlm, picture
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import AdvantageEstimator, Surrogate, TrainMethod
+from torchrl_grpo.config.values import AdvantageEstimator, Parallelism, Surrogate, TrainMethod
+from torchrl_grpo.envs.group_text import GroupTextEnv
+from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import ConfigError, DataError, ModelError
+from torchrl_grpo.planning.preflight import place
+from torchrl_grpo.rewards import RewardSet
+from torchrl_grpo.rollout.collector import GroupSource
 from torchrl_grpo.tools.verify_resume import read
-from torchrl_grpo.training.job import run, run_async
 
 pytestmark = pytest.mark.slow
 
@@ -223,12 +231,74 @@ def test_pictures_that_are_too_large_for_the_context_are_refused(train: Runner) 
         train("run", inference_model__max_model_len=30)
 
 
-def test_grpo_async_is_refused(config: Config, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pictures do not travel with grpo-async\.py yet"):
-        run_async(config, tmp_path / "run")
+def test_an_age_of_zero_is_the_synchronous_run(
+    train: Runner, train_async: AsyncRunner, tmp_path: Path
+) -> None:
+    """Pictures reach the workers and the reference of ``grpo-async.py``."""
+    together = train("sync", policy__kl_coef=0.1)
+    apart = train_async("async", collector__max_policy_age=0)
+    own = [{k: v for k, v in line.items() if not k.startswith("workers/")} for line in apart]
+    assert own == together
+    assert read(tmp_path / "async/rollouts.jsonl") == read(tmp_path / "sync/rollouts.jsonl")
 
 
-def test_several_ranks_or_engines_elsewhere_are_refused(config: Config, tmp_path: Path) -> None:
-    config.inference_model.num_devices = 2
-    with pytest.raises(ConfigError, match="engines in processes of their own"):
-        run(config, tmp_path / "run")
+def test_group_that_waits_in_a_checkpoint_gets_its_pictures_back() -> None:
+    tokenizer = tokenizer_of(build("idefics3")[1])
+    stream = PromptStream([example_of(shown) for shown in SHOWN], seed=0, shuffle=False)
+    env = GroupTextEnv(stream, tokenizer, RewardSet([], 0.0), num_envs=1, repeats=2, max_prompt_tokens=512)
+    source = GroupSource(env, tokenizer, seed=0)
+    groups = [source.new_group(number) for number in range(len(SHOWN))]
+    assert all(group.pictures is not None and group.pictures.files for group in (groups[0], groups[2]))
+    states = [group.state_dict() for group in groups]
+    assert all("pictures" not in state for state in states)
+    assert [source.restored(state) for state in states] == groups
+
+
+@pytest.mark.parametrize("key", ["train_model.vision_tower", "train_model.parallelism"])
+def test_ranks_with_parts_of_a_model_for_pictures_are_refused(config: Config, key: str) -> None:
+    config.train_model.num_devices = 2
+    place(config, False, 2)
+    if key == "train_model.vision_tower":
+        config.train_model.vision_tower = True
+    else:
+        config.train_model.parallelism = Parallelism.fsdp2
+    with pytest.raises(ConfigError, match=f"{key}=.*held whole, and its vision tower frozen; write {key}="):
+        place(config, False, 2)
+
+
+@pytest.mark.float32
+def test_two_ranks_follow_the_run_of_one(
+    config: Config, tmp_path: Path, repo_root: Path, tiny_vlm_dir: Path
+) -> None:
+    words = [
+        "env.dataset=pictures",
+        "env.task_args={kinds:[count,dice],size:48}",
+        "env.answer_format=plain",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "model.pictures=true",
+        f"model.name={tiny_vlm_dir}",
+        "train_model.autocast=no",
+        "inference_model.dtype=float32",
+        "inference_model.backend=transformers",
+        "inference_model.max_model_len=256",
+        "inference_model.max_new_tokens=6",
+        # A random model is never right.
+        "reward.weights={closeness: 1.0, bare_number: 0.5}",
+        "policy.kl_coef=0.1",
+        "optimizer.lr=1e-3",
+        "optimizer.eps=1e-2",
+        "train.total_dialog_turns=32",
+        "eval.num_problems=4",
+        "logging.progress=false",
+    ]
+    lines = []
+    for ranks in (1, 2):
+        run_dir = tmp_path / str(ranks)
+        more = [f"train_model.num_devices={ranks}", f"hydra.run.dir={run_dir}"]
+        script = repo_root / "sota-implementations/grpo/grpo.py"
+        done = run_script([script, *words, *more], ranks=ranks, cwd=repo_root)
+        assert done.returncode == 0, done.stderr
+        lines.append(without_eval(read(run_dir / "metrics.jsonl")))
+    for one, two in zip(*lines, strict=True):
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-5)

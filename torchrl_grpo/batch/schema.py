@@ -112,9 +112,14 @@ def build_batch(
         batch_size=[P],
     )
     if files is not None:
-        packed, sizes = join_files(files)
-        batch["pictures"] = TensorDict({"files": packed, "sizes": sizes}, [P])
+        batch["pictures"] = pictures_entry(files)
     return batch.set(("masks", "sampled"), sampled.view(P, G, -1))
+
+
+def pictures_entry(files: Sequence[Sequence[bytes]]) -> TensorDict:
+    """Build the entry ``pictures`` of the encoded pictures of P prompts."""
+    packed, sizes = join_files(files)
+    return TensorDict({"files": packed, "sizes": sizes}, [len(files)])
 
 
 def picture_inputs(batch: TensorDictBase) -> dict[str, Tensor]:

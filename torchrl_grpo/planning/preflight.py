@@ -8,7 +8,7 @@ from dataclasses import replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import load_built_in
 from torchrl_grpo.config.checks import schedule, validate
-from torchrl_grpo.config.checks.pictures import check_placement
+from torchrl_grpo.config.checks.pictures import check_ranks
 from torchrl_grpo.config.derived import models_of, teacher_of
 from torchrl_grpo.config.engines import engines_with, reference_engine
 from torchrl_grpo.config.keys import bad_value, show
@@ -93,8 +93,8 @@ def _check_plan(cfg: Config, plan: Plan) -> None:
         schedule.check_in_turn(cfg)
     if plan.sleeps:
         schedule.check_sleep(cfg)
-    if cfg.model.pictures:
-        check_placement(plan.asynchronous, plan.inference.own_process, len(plan.train.devices))
+    if cfg.model.pictures and len(plan.train.devices) > 1:
+        check_ranks(cfg, resolve.parallelism(cfg))
 
 
 def _make_plan(cfg: Config, asynchronous: bool, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:

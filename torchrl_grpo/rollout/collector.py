@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.chat import prompt_pictures
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.models.lora import merged_weights
@@ -62,6 +63,11 @@ class GroupSource:
             None if self.teacher_prompt is None else self.teacher_prompt(prompt.example),
             prompt.pictures,
         )
+
+    def restored(self, state: dict[str, Any]) -> Group:
+        """Return a group of a checkpoint."""
+        example = self.env.stream.at(state["group_id"])
+        return Group.from_state_dict(state, prompt_pictures(self.tokenizer, example, state["prompt"]))
 
     def score_rewards(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return finished groups with their texts and rewards."""
@@ -346,7 +352,7 @@ class Collector:
             state = self._from_rounds(state)
         accepted = [
             ScoredGroup(
-                Group.from_state_dict(entry["group"]),
+                self.source.restored(entry["group"]),
                 entry["texts"],
                 [ResponseScore(*score) for score in entry["scored"]],
                 entry.get("reference"),

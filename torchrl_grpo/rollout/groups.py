@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchrl_grpo.data.episode import EpisodeRecord
@@ -63,8 +63,8 @@ class Group:
         problem: the problem, if the responses are episodes of several turns, which an environment starts with
             it; otherwise None.
         teacher_prompt: token ids that a teacher reads in place of ``prompt``; None for the same.
-        pictures: pictures of the prompt; None for a model of text. A checkpoint has none, because groups that
-            wait for the trainer are of runs that take no pictures.
+        pictures: pictures of the prompt; None for a model of text. A checkpoint leaves them out, because they
+            follow from the group's number.
     """
 
     group_id: int
@@ -86,18 +86,17 @@ class Group:
         return min((min(response.versions) for response in self.responses if response.versions), default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values only."""
-        assert self.pictures is None
-        state = asdict(self)
+        """Plain values only, without the pictures."""
+        state = asdict(replace(self, pictures=None))
         del state["pictures"]
         return state
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Group:
-        """Restore a group from :meth:`state_dict`."""
+    def from_state_dict(cls, state: dict[str, Any], pictures: PromptPictures | None = None) -> Group:
+        """Restore a group from :meth:`state_dict`, with its pictures."""
         problem = state.get("problem")
         responses = [_restore(response) for response in state["responses"]]
-        restored = {"responses": responses, "problem": problem and Example(**problem)}
+        restored = {"responses": responses, "problem": problem and Example(**problem), "pictures": pictures}
         return cls(**{**state, **restored})
 
 

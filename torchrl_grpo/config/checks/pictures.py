@@ -53,12 +53,6 @@ def check_pictures(cfg: Config) -> None:
         ),
         (cfg.train_model.compile, "train_model.compile", True, "train_model.compile=false"),
         (
-            cfg.train_model.num_devices not in ("auto", 1),
-            "train_model.num_devices",
-            cfg.train_model.num_devices,
-            "train_model.num_devices=1",
-        ),
-        (
             cfg.inference_model.backend not in ("vllm", "transformers"),
             "inference_model.backend",
             cfg.inference_model.backend,
@@ -70,24 +64,23 @@ def check_pictures(cfg: Config) -> None:
             raise bad_value(key, value, wrong, f"{fix} {other}")
 
 
-def check_placement(asynchronous: bool, own_process: bool, ranks: int) -> None:
-    """Check where a run with pictures computes.
+def check_ranks(cfg: Config, parallelism: str) -> None:
+    """Check how several training ranks hold a model for pictures.
 
     Args:
-        asynchronous: whether the script is grpo-async.py.
-        own_process: whether engines are in processes of their own.
-        ranks: number of training ranks.
+        cfg: configuration.
+        parallelism: how they hold it: ``ddp``, or a kind of shards.
 
     Raises:
-        ConfigError: pictures do not travel there yet.
+        ConfigError: some problems may have no pictures, and a rank with such problems alone would not take
+            part in what the ranks do together.
     """
-    if not (asynchronous or own_process or ranks > 1):
-        return
-    where = (
-        "with grpo-async.py" if asynchronous else "to engines in processes of their own, or to several ranks"
-    )
-    fix = "train_model.num_devices=1 inference_model.num_devices=1 for grpo.py, which share a device"
-    raise bad_value("model.pictures", True, f"pictures do not travel {where} yet", fix)
+    wrong = "with several training ranks, a model for pictures is held whole, and its vision tower frozen"
+    if parallelism != "ddp":
+        raise bad_value("train_model.parallelism", parallelism, wrong, "train_model.parallelism=ddp")
+    if cfg.train_model.vision_tower:
+        fix = "train_model.vision_tower=false, or train_model.num_devices=1"
+        raise bad_value("train_model.vision_tower", True, wrong, fix)
 
 
 def _check_tasks(cfg: Config) -> None:

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from tensordict import TensorDict
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
-from torchrl_grpo.batch.schema import tokens_of
+from torchrl_grpo.batch.schema import pictures_entry, tokens_of
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.errors import WorkersLost
@@ -79,9 +79,22 @@ class ReferenceScorer:
             scorer, "reference", budget, top_k=self._top_k, vocabulary=spec.vocabulary
         )
 
-    def log_probs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> ReferenceLogProbs:
-        """Return the numbers of each token of G responses, at the sampling temperature."""
+    def log_probs(
+        self,
+        prompt: Sequence[int],
+        responses: Sequence[Sequence[int]],
+        files: Sequence[bytes] | None = None,
+    ) -> ReferenceLogProbs:
+        """Return the numbers of each token of G responses, at the sampling temperature.
+
+        Args:
+            prompt: token ids of the prompt.
+            responses: token ids of the responses.
+            files: encoded pictures of the prompt; None for a model of text.
+        """
         group = TensorDict(tokens_of([prompt], [responses], self._pad_token_id), [1])
+        if files is not None:
+            group["pictures"] = pictures_entry([files])
         scored = self._scorer.inv(group)
         keys = [("log_probs", "reference"), *([CANDIDATES, CANDIDATE_LOG_PROBS] if self._top_k else [])]
         return [
@@ -152,7 +165,8 @@ class ReferenceActors:
 
         responses = [response.token_ids for response in group.responses]
         prompt = group.teacher_prompt or group.prompt
-        call_when_done(self._actors[number].log_probs.remote(prompt, responses), receive)
+        files = None if group.pictures is None else group.pictures.files
+        call_when_done(self._actors[number].log_probs.remote(prompt, responses, files), receive)
         return future
 
     def deadline(self) -> float:
