@@ -4,7 +4,8 @@ An experiment has one arm or several. An arm is one command, or several of which
 one before. Arms that begin with the same commands share their runs. Every arm runs with each seed. For every
 held-out accuracy the table has the mean before, the values after, the mean seconds of the last command, the
 rise, and the paired difference to the first arm. The last two have 95 % intervals over the seeds, of
-Student's t distribution.
+Student's t distribution. The arms of ``pictures`` begin with the model of :mod:`benchmarks.small_vlm`, which
+is made for each seed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks import small_vlm
 
 _ROOT = Path(__file__).resolve().parent.parent
 _GRPO, _SFT = "sota-implementations/grpo/grpo.py", "sota-implementations/sft/sft.py"
@@ -57,6 +60,45 @@ _SUMS_OF_ALL_SIZES = (
     "env.task_args.max_digits=2",
     "inference_model.max_new_tokens=20",
     "env.task_size=512",
+)
+# The sum of the spots on one to four dice, in small pictures.
+_DICE = (
+    "env.dataset=pictures",
+    "env.task_args={kinds:[dice],size:32}",
+    "env.task_size=50000",
+    f"env.prompt_template='{{question}} {small_vlm.FORMAT}'",
+    "model.pictures=true",
+    "train_model.vision_tower=true",
+    "train_model.autocast=no",
+    "inference_model.dtype=float32",
+    "inference_model.max_model_len=96",
+    "inference_model.max_new_tokens=12",
+    f"reward.functions={{in_tags: '{_ROOT}/benchmarks/small_vlm.py:in_tags'}}",
+    "reward.weights={exact_match: 1.0, in_tags: 0.0}",
+    "logging.rollouts=false",
+)
+_SFT_DICE = Stage(
+    _SFT,
+    (
+        *_DICE,
+        "env.num_envs=64",
+        "train.total_dialog_turns=16384",
+        "optimizer.lr=1e-3",
+        "optimizer.betas=[0.9,0.99]",
+        "optimizer.warmup_steps=20",
+        "inference_model.backend=transformers",
+    ),
+)
+_GRPO_DICE = Stage(
+    _GRPO,
+    (
+        *_DICE,
+        "env.num_envs=16",
+        "env.repeats=8",
+        "train.total_dialog_turns=8192",
+        "optimizer.lr=1e-4",
+        "inference_model.enforce_eager=true",
+    ),
 )
 # A short run, because Muon's update of all weights takes longer on a CPU than the rest of the step.
 _SHORT_SUMS = (*_SUMS, "env.num_envs=4", "train.total_dialog_turns=384", "eval.frequency=0")
@@ -102,6 +144,8 @@ EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
         "uniform": (Stage(_GRPO, _SUMS_OF_ALL_SIZES),),
         "pass rate": (Stage(_GRPO, (*_SUMS_OF_ALL_SIZES, "env.sampling=pass_rate")),),
     },
+    # A small model for pictures, trained from scratch by SFT, and then improved by GRPO.
+    "pictures": {"SFT": (_SFT_DICE,), "SFT, then GRPO": (_SFT_DICE, _GRPO_DICE)},
     # The same task with each optimizer.
     "optimizers": {
         name: (Stage(_GRPO, (*_SHORT_SUMS, f"optimizer.name={name}", f"optimizer.lr={rate}")),)
@@ -113,7 +157,13 @@ Accuracies = dict[str, tuple[float, float]]
 SECONDS = "seconds of the last command"
 
 
-def run_arm(stages: Sequence[Stage], seed: int, folders: Sequence[Path], words: Sequence[str]) -> Accuracies:
+def run_arm(
+    stages: Sequence[Stage],
+    seed: int,
+    folders: Sequence[Path],
+    words: Sequence[str],
+    model: Path | None = None,
+) -> Accuracies:
     """Run the commands of an arm.
 
     Args:
@@ -121,14 +171,15 @@ def run_arm(stages: Sequence[Stage], seed: int, folders: Sequence[Path], words: 
         seed: seed of the runs.
         folders: folder of each run.
         words: further words of every command.
+        model: model that the first command begins with; None for that of its configuration.
 
     Returns:
-        For each accuracy in ``metrics.jsonl``, its value before the first command and after the last. Under
-        SECONDS is how long the last command took, twice.
+        For each accuracy in ``metrics.jsonl``, and for the share of right formats, its value before the first
+        command and after the last. Under SECONDS is how long the last command took, twice.
     """
     before: dict[str, float] = {}
     after: dict[str, float] = {}
-    last: list[str] = []
+    last = [] if model is None else [str(model)]
     for stage, run in zip(stages, folders, strict=True):
         if not (run / "summary.json").is_file():
             command = [
@@ -142,7 +193,8 @@ def run_arm(stages: Sequence[Stage], seed: int, folders: Sequence[Path], words: 
             subprocess.run([*command, f"hydra.run.dir={run}", "logging.progress=false"], check=True)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         accuracies = [
-            {name: value for name, value in line.items() if name.endswith("/accuracy")} for line in lines
+            {name: value for name, value in line.items() if name.endswith(("/accuracy", "/in_tags"))}
+            for line in lines
         ]
         before = before or accuracies[0]
         after = accuracies[-1]
@@ -204,12 +256,15 @@ def main() -> None:
     found: dict[str, list[Accuracies]] = {arm: [] for arm in arms}
     # Seed by seed, so that what has been measured can be compared at any time.
     for seed in range(asked.seeds):
+        model = asked.folder.resolve() / f"small-vlm-{seed}" if asked.experiment == "pictures" else None
+        if model is not None and not model.is_dir():
+            small_vlm.build(model, seed)
         for arm, stages in arms.items():
             folders = [
                 asked.folder.resolve() / _named(_first_with(stages[:end], arms), seed) / str(end - 1)
                 for end in range(1, len(stages) + 1)
             ]
-            found[arm].append(run_arm(stages, seed, folders, asked.words))
+            found[arm].append(run_arm(stages, seed, folders, asked.words, model))
         print(f"\n{seed + 1} seed(s)\n{table(found)}", flush=True)
 
 
