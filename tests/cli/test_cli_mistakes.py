@@ -492,6 +492,8 @@ BAD: list[tuple[str, str]] = [
     ),
     ("env.dataset=jsonl env.data_path=. env.fields={question:q,messages:m}", "of question or of messages"),
     ("env.dataset=pictures", "write model.pictures=true beside it"),
+    ("env.dataset=clevr_count", "write model.pictures=true beside it"),
+    ("env.dataset=geometry3k model.pictures=true env.fields={images:i}", "or env=jsonl env.data_path="),
     (
         "env.dataset=pictures model.pictures=true env.task_args={kinds:[cats]}",
         "it must be a list of count, clock, bars, dice, number_line, fraction",

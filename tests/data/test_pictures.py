@@ -85,6 +85,47 @@ def test_parquet_rows_have_pictures_as_bytes(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+@pytest.mark.parametrize("name", ["geometry3k", "clevr_count"])
+def test_data_sets_of_the_hub_as_folders(tmp_path: Path, name: str, form: str) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
+    )
+    splits = {
+        split: datasets.Dataset.from_list(
+            [
+                {
+                    "images": [{"bytes": _png(seed), "path": None}],
+                    "problem": "<image>Count!",
+                    "answer": str(seed),
+                }
+                for seed in seeds
+            ],
+            features,
+        )
+        for split, seeds in {"train": (1, 2), "test": (3,)}.items()
+    }
+    if form == "saved":
+        datasets.DatasetDict(splits).save_to_disk(tmp_path / "data")
+    else:
+        (tmp_path / "data").mkdir()
+        for split, rows in splits.items():
+            rows.to_parquet(tmp_path / f"data/{split}-00000-of-00001.parquet")
+    loaded = load(_config(tmp_path, dataset=name, data_path=str(tmp_path / "data"), answer_format="tags"))
+    assert [example.truth["answer"] for example in loaded.train] == ["1", "2"]
+    (held_out,) = loaded.held_out
+    (shown,) = held_out.pictures
+    assert pictures.decode(shown.read()) == pictures.decode(_png(3))
+    assert held_out.messages[-1]["content"].startswith(f"{pictures.MARK}Count!\n\nThink step by step")
+    assert held_out.solution == "<answer>3</answer>"
+
+
 def test_messages_have_pictures_as_parts(tmp_path: Path) -> None:
     parts = [
         {"type": "text", "text": "First "},

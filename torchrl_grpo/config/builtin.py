@@ -55,10 +55,16 @@ DATASETS = {
     "reasoning_gym": BuiltInDataset(f"{_DATA}.reasoning_gym", {"reasoning_gym": 1.0}, "reasoning_gym"),
     "jsonl": BuiltInDataset(f"{_DATA}.jsonl", {"exact_match": 1.0}, "exact_match"),
     "pictures": BuiltInDataset(f"{_DATA}.picture_tasks", {"exact_match": 1.0, "format": 0.1}, "exact_match"),
+    "geometry3k": BuiltInDataset(f"{_DATA}.picture_sets", {"math_verify": 1.0, "format": 0.1}, "math_verify"),
+    "clevr_count": BuiltInDataset(
+        f"{_DATA}.picture_sets", {"exact_match": 1.0, "format": 0.1}, "exact_match"
+    ),
 }
+#: Data sets whose questions are about pictures.
+OF_PICTURES = ("pictures", "geometry3k", "clevr_count")
 
 _ALL = tuple(DATASETS)
-_ANSWERS = ("gsm8k", "math", "jsonl", "pictures")
+_ANSWERS = ("gsm8k", "math", "jsonl", *OF_PICTURES)
 _REWARDS = "torchrl_grpo.rewards"
 REWARDS = {
     "gsm8k": BuiltInReward(

@@ -8,7 +8,7 @@ system prompt must describe the answer format itself, so nothing is added to it.
 
 from __future__ import annotations
 
-from torchrl_grpo.config.builtin import dataset_kind
+from torchrl_grpo.config.builtin import OF_PICTURES, dataset_kind
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.errors import ConfigError
 
@@ -21,7 +21,7 @@ _ANSWERS: dict[str, str] = {
     "math": "the final answer only",
     "reasoning_gym": "the final answer only",
     "jsonl": "the final answer only",
-    "pictures": "the final answer only",
+    **dict.fromkeys(OF_PICTURES, "the final answer only"),
 }
 
 

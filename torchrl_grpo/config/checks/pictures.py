@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.config.builtin import OF_PICTURES
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
@@ -22,9 +23,13 @@ def check_pictures(cfg: Config) -> None:
     Raises:
         ConfigError: a value is wrong, or a feature does not take pictures.
     """
+    if cfg.env.dataset in OF_PICTURES and not cfg.model.pictures:
+        wrong = "its questions are about pictures, and model.pictures is false"
+        fix = "model.pictures=true beside it, with a model for pictures and text"
+        raise bad_value("env.dataset", cfg.env.dataset, wrong, fix)
     if cfg.env.dataset == "pictures":
         _check_tasks(cfg)
-    if any(part.cfg.env.dataset == "pictures" for part in mixture_parts(cfg)):
+    if any(part.cfg.env.dataset in OF_PICTURES for part in mixture_parts(cfg)):
         wrong = "pictures are not mixed with other data sets yet"
         raise bad_value("env.mixture", cfg.env.mixture, wrong, "env.dataset=pictures without a mixture")
     if not cfg.model.pictures:
@@ -84,10 +89,6 @@ def check_ranks(cfg: Config, parallelism: str) -> None:
 
 
 def _check_tasks(cfg: Config) -> None:
-    if not cfg.model.pictures:
-        wrong = "its questions are about pictures, and model.pictures is false"
-        fix = "model.pictures=true beside it, with a model for pictures and text"
-        raise bad_value("env.dataset", "pictures", wrong, fix)
     arguments = cfg.env.task_args
     if other := [name for name in arguments if name not in ("kinds", "size")]:
         wrong = f"{other[0]} is none of kinds, size"
