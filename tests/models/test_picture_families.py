@@ -102,9 +102,9 @@ def _gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["padded", "shared"])
+@pytest.mark.parametrize("way", ["padded", "shared", "recomputed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batch_scores_as_each_sequence_alone(family: str, shared: bool) -> None:
+def test_batch_scores_as_each_sequence_alone(family: str, way: str) -> None:
     """Values to 1e-5 and gradients, those of the vision tower included."""
     model, processor = build(family)
     pictures = PictureProcessor(processor)
@@ -112,6 +112,9 @@ def test_batch_scores_as_each_sequence_alone(family: str, shared: bool) -> None:
     gradients = _gradients(model, expected)
     assert any("vision" in name or "visual" in name for name in gradients)
 
+    shared = way != "padded"
+    if way == "recomputed":
+        prepare_for_training(model, TrainModelConfig(vision_tower=True, gradient_checkpointing=True))
     if shared and family in _BOTH_WAYS:
         with pytest.warns(UserWarning, match=_NOT_SHARED):
             assert not shares_prefix(model, pictures=pictures)

@@ -322,21 +322,21 @@ def test_the_largest_pieces_of_work() -> None:
     cfg = config(env__num_envs=4, env__repeats=8, inference_model__max_model_len=300)
     cfg.inference_model.max_new_tokens, cfg.eval.num_problems = 100, 10
     assert workload_of(cfg) == Workload(
-        200, 100, 4000, 4 * (8 * 300 + 200), 4 * 8 * 100 * 300, several_micro_batches=False, rows=32
+        200, 100, 4000, 4 * (8 * 300 + 200), 4 * 8 * 100 * 300, False, rows=32, prompts=800
     )
     assert workload_of(cfg, ranks=4).tokens == 1000
     # Whole groups, and whole problems, are divided among engines.
     assert [workload_of(cfg, engines=engines).rows for engines in (2, 3, 4, 8)] == [16, 16, 8, 8]
     cfg.train.max_tokens_per_microbatch = 1000
     assert workload_of(cfg) == Workload(
-        200, 100, 1000, 8 * 300 + 200, 8 * 100 * 300, several_micro_batches=True, rows=32
+        200, 100, 1000, 8 * 300 + 200, 8 * 100 * 300, True, rows=32, prompts=200
     )
     cfg.train.max_tokens_per_microbatch, cfg.train.gradient_accumulation_steps = None, 8
     assert workload_of(cfg) == Workload(
-        200, 100, 600, 4 * 300 + 200, 4 * 100 * 300, several_micro_batches=True, rows=32
+        200, 100, 600, 4 * 300 + 200, 4 * 100 * 300, True, rows=32, prompts=200
     )
     cfg.train_model.shared_prefix, cfg.eval.num_problems = False, 100
-    assert workload_of(cfg) == Workload(200, 100, 1200, 4 * 300, 0.0, several_micro_batches=True, rows=100)
+    assert workload_of(cfg) == Workload(200, 100, 1200, 4 * 300, 0.0, True, rows=100, prompts=800)
 
 
 # What autograd keeps

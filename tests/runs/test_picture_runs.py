@@ -100,7 +100,10 @@ def test_pieces_and_padding_change_nothing_but_rounding(train: Runner) -> None:
     whole = train("whole", **settings)
     cut = train("cut", train__gradient_accumulation_steps=4)
     padded = train("padded", train_model__shared_prefix=False)
-    for other in (cut, padded):
+    recomputed = train(
+        "recomputed", train_model__shared_prefix=True, train_model__gradient_checkpointing=True
+    )
+    for other in (cut, padded, recomputed):
         for name, value in without_eval(whole)[0].items():
             assert without_eval(other)[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 

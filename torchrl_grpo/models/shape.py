@@ -42,11 +42,30 @@ _PLAIN = (
 
 
 @dataclass(frozen=True)
+class TowerShape:
+    """Sizes of what encodes pictures.
+
+    Attributes:
+        parameters: number of weights, those of the projector included.
+        hidden: width of the residual stream.
+        layers: number of layers.
+        mlp: width of the feed-forward layer.
+        patches: patches of a picture that become one token.
+    """
+
+    parameters: int
+    hidden: int
+    layers: int
+    mlp: int
+    patches: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a causal language model, in elements.
 
     Attributes:
-        parameters: number of weights; shared weights count once.
+        parameters: number of weights; shared weights count once, and those of a vision tower too.
         vocabulary: number of rows of the output head.
         hidden: width of the residual stream.
         layers: number of layers.
@@ -56,6 +75,7 @@ class ModelShape:
         gated: whether the feed-forward layer has a gate in addition to its two matrices.
         full_cache: whether every layer caches keys and values of width ``keys`` for all tokens.
         plain: whether layers are known to have only linear layers and norms.
+        tower: vision tower of a model for pictures; None for text alone.
     """
 
     parameters: int
@@ -68,24 +88,30 @@ class ModelShape:
     gated: bool = True
     full_cache: bool = True
     plain: bool = True
+    tower: TowerShape | None = None
+
+    @property
+    def text(self) -> int:
+        """Number of weights without those of the vision tower."""
+        return self.parameters - (0 if self.tower is None else self.tower.parameters)
 
     @property
     def layer(self) -> int:
         """Number of weights of one layer."""
-        return (self.parameters - self.outer) // self.layers
+        return (self.text - self.outer) // self.layers
 
     @property
     def outer(self) -> int:
         """Number of weights outside of layers: the embedding, and the output head if it is not tied."""
         matrix = self.vocabulary * self.hidden
-        rest = self.parameters - self.layers * _layer(self)
+        rest = self.text - self.layers * _layer(self)
         # If layers have weights that are not counted here (experts), the output head cannot be detected.
-        return min(self.parameters, 2 * matrix if rest > 1.5 * matrix else matrix)
+        return min(self.text, 2 * matrix if rest > 1.5 * matrix else matrix)
 
     @property
     def matrices(self) -> int:
         """Number of weights in the linear layers, without the output head and without stacks of experts."""
-        return min(self.parameters - self.outer, self.layers * _layer(self))
+        return min(self.text - self.outer, self.layers * _layer(self))
 
 
 def _layer(shape: ModelShape) -> int:
@@ -129,7 +155,7 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
         folder = fetched
     try:
         settings = json.loads((folder / "config.json").read_text())
-        shape = shape_of(settings, count_parameters(folder))
+        shape = shape_of(settings, count_parameters(folder), cfg.pictures)
         return shape or Unknown(f"the config.json of {cfg.shown} does not name its sizes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ModelError(
@@ -247,14 +273,15 @@ def _fetch(cfg: ModelConfig) -> Path | Unknown:
         return Unknown(f"the hub gave no config.json of {cfg.shown} ({reason})")
 
 
-def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | None:
+def shape_of(settings: dict[str, Any], parameters: int | None, pictures: bool = False) -> ModelShape | None:
     """Return the shape that a ``config.json`` describes, or None if its keys are unknown.
 
     Args:
         settings: content of the file.
         parameters: number of weights in the weight files; None estimates it.
+        pictures: whether the model encodes pictures too.
     """
-    settings = settings.get("text_config", settings)
+    whole, settings = settings, settings.get("text_config", settings)
     hidden, layers, heads = (_first(settings, names) for names in (_HIDDEN, _LAYERS, _HEADS))
     if hidden is None or layers is None or heads is None or "vocab_size" not in settings:
         return None
@@ -263,6 +290,7 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
     keys = _key_heads(settings, heads) * head
     gated, plain = settings.get("model_type") not in _UNGATED, settings.get("model_type") in _PLAIN
     vocabulary, queries = int(settings["vocab_size"]), heads * head
+    tower = _tower(whole, hidden) if pictures else None
     if parameters is None:
         matrices = 1 if settings.get("tie_word_embeddings", True) else 2
         layer = _layer(ModelShape(0, vocabulary, hidden, layers, mlp, queries, keys, gated))
@@ -270,9 +298,28 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
         if experts is not None:
             width = settings.get("moe_intermediate_size") or mlp
             layer += 3 * hidden * (experts * width - mlp)
-        parameters = layers * layer + matrices * vocabulary * hidden
+        parameters = layers * layer + matrices * vocabulary * hidden + (tower.parameters if tower else 0)
     full_cache = _caches_all(settings)
-    return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated, full_cache, plain)
+    return ModelShape(
+        parameters, vocabulary, hidden, layers, mlp, queries, keys, gated, full_cache, plain, tower
+    )
+
+
+def _tower(settings: dict[str, Any], text_hidden: int) -> TowerShape | None:
+    """Return the shape of the vision tower that a ``config.json`` describes; None if its keys are unknown."""
+    vision = settings.get("vision_config") or {}
+    hidden = _first(vision, ("hidden_size", "embed_dim", "width"))
+    layers = _first(vision, ("depth", *_LAYERS))
+    if hidden is None or layers is None:
+        return None
+    mlp = _first(vision, _MLP) or int(vision.get("mlp_ratio", 4) * hidden)
+    side = _first(vision, ("spatial_merge_size",)) or settings.get("scale_factor") or 1
+    merged = hidden * side**2
+    # Qwen3-VL projects the states of some layers too.
+    projectors = 1 + len(vision.get("deepstack_visual_indexes") or ())
+    projector = merged * (merged + text_hidden)
+    each = 4 * hidden**2 + 2 * hidden * mlp
+    return TowerShape(layers * each + projectors * projector, hidden, layers, mlp, side**2)
 
 
 def _key_heads(settings: dict[str, Any], heads: int) -> int:

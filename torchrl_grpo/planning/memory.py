@@ -19,6 +19,7 @@ from torchrl_grpo.config.derived import frozen_model, teacher_of
 from torchrl_grpo.config.schema import TeacherName
 from torchrl_grpo.config.values import MOMENT_BYTES, ZERO_STAGES, PrefixAttention
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
+from torchrl_grpo.planning.pictures import tower_bytes, trained_parameters
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction, Row
 from torchrl_grpo.planning.workload import MAX_ROWS, Workload, workload_of
@@ -103,7 +104,11 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
         # DeepSpeed updates a copy of each rank's part of the weights.
         weights += part * FLOAT * shape.parameters
     divided = kind in SHARDS or kind in ZERO_STAGES
-    trained = (part if divided else 1.0) * FLOAT * shape.parameters * (ADAPTER_SHARE if lora else 1.0)
+    trained = (
+        (part if divided else 1.0)
+        * FLOAT
+        * (ADAPTER_SHARE * shape.parameters if lora else trained_parameters(cfg, shape))
+    )
     varlen = uses_varlen(cfg, role.devices, hardware)
     layer = kept_by_layer(shape, load, half, device, varlen, cfg.train_model.compile)
     kept, work = _activations(shape, load, cfg.train_model.gradient_checkpointing, device, layer)
@@ -113,17 +118,22 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     # pass, the same holds for the gradient of the embedding.
     head = 0.0 if lora else FLOAT * shape.vocabulary * shape.hidden
     blocks = FLOAT * HEAD_BLOCK[device] * _HEAD_BLOCKS
+    # Pictures are encoded before the layers of the text model run.
+    pictures = tower_bytes(cfg, shape, load)
+    kept += pictures
     # Gradients and activations at the start and at the end of a backward pass. The gradients of earlier
     # micro-batches are already there at its start.
     earlier = trained if load.several_micro_batches else 0.0
     backward_start = earlier + head, kept + copies + masks + max(work, blocks)
     backward_end = trained + head, work
     gradients, live = max(backward_start, backward_end, key=sum)
-    names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks + masks
+    names = role.devices
+    forward = FLOAT * load.tokens * _forward_width(shape) + blocks + masks + pictures
     moments = trained / FLOAT * MOMENT_BYTES[cfg.optimizer.name]
     if cfg.optimizer.name == "muon" and not lora:
         # AdamW, with two averages, updates what is not a matrix of a layer.
-        moments += (part if divided else 1.0) * FLOAT * (shape.parameters - shape.matrices)
+        trained_ones = trained_parameters(cfg, shape)
+        moments += (part if divided else 1.0) * FLOAT * (trained_ones - shape.matrices)
     # Only the update needs the moments, if they wait in host memory.
     waiting = 0.0 if plan.offload_optimizer else moments
     rows = [Row("train", "generate", names, weights, optimizer=waiting)]

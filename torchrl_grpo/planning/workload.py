@@ -26,6 +26,7 @@ class Workload:
         pairs: pairs of a query of a response and a key in the masks of dense attention over shared prompts.
         several_micro_batches: whether an optimizer step has more than one micro-batch.
         rows: responses that an engine generates at a time.
+        prompts: tokens of prompts in a micro-batch.
     """
 
     prompt: int
@@ -35,6 +36,7 @@ class Workload:
     pairs: float
     several_micro_batches: bool
     rows: int
+    prompts: float = 0.0
 
 
 def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
@@ -62,7 +64,8 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     rows = max(
         -(-cfg.env.num_envs // engines) * samples, -(-held_out_problems(cfg) // engines) * _held_out(cfg)
     )
-    return Workload(prompt, response, tokens, attended, pairs, pieces > 1 or tokens < cached, rows)
+    several = pieces > 1 or tokens < cached
+    return Workload(prompt, response, tokens, attended, pairs, several, rows, share * prompts * prompt)
 
 
 def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> int:
