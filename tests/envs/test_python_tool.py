@@ -18,17 +18,17 @@ from pathlib import Path
 import pytest
 
 from torchrl_grpo.envs.episodes.tools import python_tool, scratch_folder
-from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed, run_python
+from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed, run_python
 
 # Runs code, and prints the results and what is left.
 _CALLER = """
 import json, os, sys, tempfile, threading
-from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed, run_python
+from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed, run_python
 results = {}
 for name, code in json.load(sys.stdin).items():
     try:
         results[name] = run_python(code, 20.0)
-    except (PythonFailed, OSError) as error:
+    except (CodeFailed, OSError) as error:
         results[name] = f"{type(error).__name__}: {error}"
 with open(f"/proc/self/task/{os.getpid()}/children") as children:
     left = children.read().split() + os.listdir(tempfile.gettempdir())
@@ -161,11 +161,11 @@ def test_code_in_the_sandbox_works(code: str, printed: str) -> None:
 
 
 def test_endless_code_and_endless_output_end() -> None:
-    with pytest.raises(PythonFailed, match=r"longer than 0\.5 s"):
+    with pytest.raises(CodeFailed, match=r"longer than 0\.5 s"):
         run_python("import time; time.sleep(100)", 0.5)
-    with pytest.raises(PythonFailed, match=r"longer than 0\.5 s"):
+    with pytest.raises(CodeFailed, match=r"longer than 0\.5 s"):
         run_python("import os, time; os.close(1); os.close(2); time.sleep(100)", 0.5)
-    with pytest.raises(PythonFailed, match="printed more than"):
+    with pytest.raises(CodeFailed, match="printed more than"):
         run_python("while True: print('x' * 1000)", 20.0)
 
 
@@ -219,7 +219,7 @@ def test_code_cannot_outlive_its_limits_or_reach_others() -> None:
 _GREEDY = {
     "nested folders": (
         "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')",
-        "PythonFailed: the code made more than 100 folders and was ended",
+        "CodeFailed: the code made more than 100 folders and was ended",
     ),
     "folders that cannot be read": (
         "import os\nfor _ in range(40):\n os.mkdir('d', 0o300); os.chdir('d'); open('f', 'w').close()\n"
@@ -229,7 +229,7 @@ _GREEDY = {
     "files, some without a name": (
         "import os\nn = 0\n"
         "while True: open(str(n := n + 1), 'w').close(); os.close(os.open('.', os.O_TMPFILE | os.O_RDWR))",
-        "PythonFailed: the code made more than 1000 files and was ended",
+        "CodeFailed: the code made more than 1000 files and was ended",
     ),
     "deleted files in use": (
         # A file that is mapped keeps its blocks after it was closed and deleted.
@@ -358,7 +358,7 @@ def test_code_in_parallel_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> N
     memory = python_tool._Memory()
     now = time.monotonic()
     with memory.reserved(now, 1.0), memory.reserved(now, 1.0):
-        with pytest.raises(PythonFailed, match="the memory was in use for 3 s"), memory.reserved(now, 3.0):
+        with pytest.raises(CodeFailed, match="the memory was in use for 3 s"), memory.reserved(now, 3.0):
             pass
         free = 50.0
         with memory.reserved(now, 1.0):

@@ -15,6 +15,8 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from user_files import blocks_below, train_in
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.episodes.shell_task import ShellTask
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 
 pytestmark = pytest.mark.slow
@@ -164,25 +166,43 @@ def test_an_environment_that_fails_is_a_counted_error(talk: Config, train: Runne
     assert all("env.environment: step failed: ZeroDivisionError" in error for error in errors) and errors
 
 
+SMALL = [
+    "inference_model.backend=transformers",
+    "inference_model.max_model_len=900",
+    "inference_model.max_new_tokens=60",
+    "env.num_envs=2",
+    "env.repeats=4",
+    "train.total_dialog_turns=16",
+    "hydra.run.dir=run",
+]
+
+
 def test_the_environment_of_the_documentation_trains(
     repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
 ) -> None:
     source, command_line = blocks_below(repo_root / "docs/episodes.md", "An environment of your own", level=2)
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     (tmp_path / "my_env.py").write_text(source)
-    small = [
-        f"model.name={tiny_model_dir}",
-        "inference_model.backend=transformers",
-        "inference_model.max_model_len=900",
-        "inference_model.max_new_tokens=60",
-        "env.num_envs=2",
-        "env.repeats=4",
-        "train.total_dialog_turns=16",
-        "eval.num_problems=6",
-        "hydra.run.dir=run",
-        *format_words,
-    ]
+    small = [f"model.name={tiny_model_dir}", "eval.num_problems=6", *SMALL, *format_words]
     train_in(tmp_path, repo_root, command_line, small)
     rollouts = read(tmp_path / "run/rollouts.jsonl")
     assert len(rollouts) == 16
     assert all("price" in row["prompt"] and row["rewards"].keys() == {"environment"} for row in rollouts)
+
+
+def test_the_tasks_of_the_documentation_train(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    rows, command_line = blocks_below(repo_root / "docs/episodes.md", "Tasks in a folder")
+    (tmp_path / "tasks.jsonl").write_text(rows)
+    small = [f"model.name={tiny_model_dir}", "env.num_envs=1", "train.total_dialog_turns=8"]
+    train_in(tmp_path, repo_root, command_line, [*SMALL, *small, *format_words])
+    rollouts = read(tmp_path / "run/rollouts.jsonl")
+    assert len(rollouts) == 8 and all("errors" not in row for row in rollouts)
+    solutions = ("awk '{ s += $1 } END { print s }' numbers.txt > sum.txt", "sort -o names.txt names.txt")
+    for row, solution in zip(map(json.loads, rows.splitlines()), solutions, strict=True):
+        for command, reward in (("true", 0.0), (solution, 1.0)):
+            task = ShellTask()
+            task.reset(Example("row", [], columns=row))
+            assert task.folder.run({"command": command}, 20.0) == "" and task.step("Done.").reward == reward
+            task.folder.close()

@@ -105,11 +105,16 @@ MODEL_REWARDS = {
 
 _EPISODES = "torchrl_grpo.envs.episodes"
 #: Name -> class of the environment, which is created with ``env.environment_args``.
-ENVIRONMENTS = {"guess": f"{_EPISODES}.guess:Guess", "countdown": f"{_EPISODES}.countdown:Countdown"}
+ENVIRONMENTS = {
+    "guess": f"{_EPISODES}.guess:Guess",
+    "countdown": f"{_EPISODES}.countdown:Countdown",
+    "shell": f"{_EPISODES}.shell_task:ShellTask",
+}
 #: Name -> function that returns the tool.
 TOOLS = {
     "calculator": f"{_EPISODES}.tools.calculator:build",
     "python": f"{_EPISODES}.tools.python_tool:build",
+    "shell": f"{_EPISODES}.tools.shell_tool:build",
 }
 
 

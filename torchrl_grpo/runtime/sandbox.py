@@ -3,7 +3,8 @@
 It uses the standard library only, so that a program that does nothing else starts quickly. Afterwards the
 process can read and write one folder, if any, and read the libraries of Python and of the system (Landlock).
 It can start no process, open no socket and send no signal (seccomp), and its memory and processor time are
-bounded (resource limits). Where the kernel has no Landlock or no seccomp, :func:`restrict` raises.
+bounded (resource limits). A shell may also run the system's programs, in processes of its own group. Where
+the kernel has no Landlock or no seccomp, :func:`restrict` raises.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import struct
 import sys
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 
 from torchrl_grpo.runtime.seccomp import ask_about_calls, restrict_calls
@@ -24,7 +26,15 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 # All access rights by version of Landlock's interface, and those to read a file or folder and write a file.
 _RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
-_READ_FILE, _READ_FOLDER, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
+_READ_FILE, _READ_FOLDER, _WRITE_FILE, _EXECUTE = 1 << 2, 1 << 3, 1 << 1, 1 << 0
+# Folders of programs and of what they read. Others of /usr may have files of the user.
+_PROGRAMS = (
+    *(f"{start}/{name}" for start in ("", "/usr", "/usr/local", sys.base_prefix) for name in ("bin", "sbin")),
+    "/usr/libexec",
+    "/usr/share",
+    "/usr/local/lib",
+    "/etc/alternatives",
+)
 # Program that restricts itself. -I leaves this project out of the path.
 _CHECK = """
 import sys
@@ -62,8 +72,11 @@ def limit(max_bytes: int, cpu_seconds: int, max_file_bytes: int = 2**20, max_ope
         resource.setrlimit(resource_limit, (value, value))
 
 
-def ask_about_new() -> int:
+def ask_about_new(*, of_shell: bool = False) -> int:
     """Let each new thread, file and folder of this process wait for another process, which counts them.
+
+    Args:
+        of_shell: whether that process also decides about processes, signals and the rights of files.
 
     Returns:
         The file descriptor on which that process gets questions (:func:`.seccomp.receive`). Close it here.
@@ -73,12 +86,12 @@ def ask_about_new() -> int:
     """
     _give_up_privileges()
     try:
-        return ask_about_calls()
+        return ask_about_calls(of_shell=of_shell)
     except OSError as error:
         raise Unavailable(str(error)) from error
 
 
-def restrict(folder: str | None, parent: int | None = None) -> None:
+def restrict(folder: str | None, parent: int | None = None, *, of_shell: bool = False) -> None:
     """Give up files, other processes, sockets and signals, for good. This process dies with its parent.
 
     The libraries of Python and of the system stay readable, and files that are open already stay usable.
@@ -87,6 +100,7 @@ def restrict(folder: str | None, parent: int | None = None) -> None:
     Args:
         folder: folder whose files stay usable; None for none.
         parent: number of the parent. If it has died already, this process ends.
+        of_shell: whether this process may start processes, and run programs of the system.
 
     Raises:
         Unavailable: the kernel cannot.
@@ -95,9 +109,9 @@ def restrict(folder: str | None, parent: int | None = None) -> None:
     if parent is not None and os.getppid() != parent:
         os._exit(1)
     _give_up_privileges()
-    _restrict_files(folder)
+    _restrict_files(folder, _PROGRAMS if of_shell else ())
     try:
-        restrict_calls(may_create=folder is not None)
+        restrict_calls(may_create=folder is not None, of_shell=of_shell)
     except OSError as error:
         raise Unavailable(str(error)) from error
 
@@ -110,7 +124,7 @@ def _give_up_privileges() -> None:
     _LIBC.capset(header, none)
 
 
-def _restrict_files(folder: str | None) -> None:
+def _restrict_files(folder: str | None, programs: Sequence[str]) -> None:
     version = _LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         raise Unavailable("this kernel has no Landlock, which came with Linux 5.13")
@@ -125,8 +139,10 @@ def _restrict_files(folder: str | None) -> None:
     library += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", f"{sys.base_prefix}/lib", "/usr/share/zoneinfo"]
     for place in library:
         allowed[place] = _READ_FILE | _READ_FOLDER
-    for device in ("/dev/null", "/dev/urandom", "/dev/random"):
-        allowed[device] = _READ_FILE | (_WRITE_FILE if device == "/dev/null" else 0)
+    for place in (*programs, *(library if programs else ())):
+        allowed[place] = _READ_FILE | _READ_FOLDER | _EXECUTE
+    for file in ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero", "/etc/ld.so.cache"):
+        allowed[file] = _READ_FILE | (_WRITE_FILE if file == "/dev/null" else 0)
     for place, right in allowed.items():
         try:
             opened = os.open(place, os.O_PATH)

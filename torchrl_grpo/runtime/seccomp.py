@@ -3,6 +3,9 @@
 The list has no call that reaches another process, keeps something after the end of this one, or takes memory
 that its limits do not count. A filter keeps no count. So each new thread, file or folder waits for the answer
 of another process, which counts them; without one, they fail.
+
+A shell may also start programs. Its processes cannot leave their process group, so one signal ends them all.
+Signals to others, and rights of files, wait for that other process too, which gives them itself.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import NamedTuple
 
 # Calls that are allowed: name, number on x86_64, number on aarch64. New machines lack the oldest ones.
 _ALLOWED = """
@@ -40,6 +44,24 @@ exit_group 231 94
 """
 # Calls that do nothing and report success: writing to the disk at once would slow down everybody.
 _IGNORED = "fsync 74 82, fdatasync 75 83, msync 26 227"
+# Further calls of a shell and the programs that it starts.
+_OF_SHELLS = """
+execve 59 221, wait4 61 260, waitid 247 95, arch_prctl 158 -, set_tid_address 218 96, setrlimit 160 164,
+renameat2 316 276, fadvise64 221 223
+"""
+# Calls of such programs that do nothing and report success: owners and times are nobody's concern.
+_IGNORED_OF_SHELLS = """
+chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -,
+utimensat 280 88
+"""
+# Further attributes of files, which programs expect to be missing on some file systems.
+_UNSUPPORTED = """
+setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10,
+listxattr 194 11, llistxattr 195 12, flistxattr 196 13
+"""
+_LINKS, _FORKS = "link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36", "fork 57 -, vfork 58 -"
+_CHMOD, _FCHMOD, _FCHMODAT = "chmod 90 -", "fchmod 91 52", "fchmodat 268 53"
+_KILL_CALL, _PRLIMIT = "kill 62 129", "prlimit64 302 261"
 # Calls that create a file, and a folder.
 _CREAT, _MKDIR = "creat 85 -", "mkdir 83 -, mkdirat 258 34"
 # Calls that are allowed with some arguments.
@@ -47,18 +69,24 @@ _OPEN, _OPENAT, _CLONE, _SOCKETPAIR = "open 2 -", "openat 257 56", "clone 56 220
 _FCNTL, _IOCTL = "fcntl 72 25", "ioctl 16 29"
 # O_CREAT, and the bit of O_TMPFILE that is its own.
 _CREATES = 0o100 | 0o20000000
+# O_WRONLY and O_RDWR.
+_WRITES = 0o3
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. The
 # others send signals, enlarge pipes, or stop another process from opening a file.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others change files or send signals.
 _IOCTL_COMMANDS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _CLONE_THREAD, _AF_UNIX, _SOCK_STREAM = 0x10000, 1, 1
+# Flags of clone for namespaces, and for a process that shares open files, whose limits would not be its own.
+_CLONE_REFUSED = 0x7E020000 | 0x400
+#: What stands for the working directory in the place of an open folder.
+AT_FDCWD = 0xFFFFFF9C
 # Calls from here on came after 2018. A C library does without those that the kernel does not know.
 _NEW_CALLS = 424
 
 # Machine -> its number in seccomp, column of the lists above, and number of the call seccomp.
 _MACHINES = {"x86_64": (0xC000003E, 1, 317), "aarch64": (0xC00000B7, 2, 277)}
-_ALLOW, _ASK, _KILL = 0x7FFF0000, 0x7FC00000, 0x80000000
+_ALLOW, _ASK, _KILL, _FAIL = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 # Requests of a listener: receive a question, send an answer; and the answer that the call goes on.
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
@@ -68,8 +96,30 @@ _Instruction = tuple[int, int, int, int]
 _FORMAT = "=HBBI"
 
 
-def ask_about_calls() -> int:
+class Question(NamedTuple):
+    """A call that waits for an answer.
+
+    Attributes:
+        number: number of the question.
+        process: thread that makes the call.
+        kind: what it is about: ``thread`` (in a shell also a process), ``file``, ``folder``, ``signal`` or
+            ``mode``.
+        arguments: arguments of the call. Those about the rights of a file are all like those of ``fchmodat``:
+            a descriptor or ``AT_FDCWD``, the place of the path in memory or 0, and the rights.
+    """
+
+    number: int
+    process: int
+    kind: str
+    arguments: Sequence[int]
+
+
+def ask_about_calls(*, of_shell: bool = False) -> int:
     """Let each new thread, file and folder of this process wait for an answer from now on.
+
+    Args:
+        of_shell: whether new processes, signals, the rights of files, and all that opens a file for writing
+            wait too.
 
     Returns:
         The file descriptor on which the questions arrive. Another process must get it, and this one close it.
@@ -77,23 +127,25 @@ def ask_about_calls() -> int:
     Raises:
         OSError: the kernel or the machine cannot.
     """
-    return _install(_questions, new_listener=True)
+    return _install(_questions_of_shell if of_shell else _questions, new_listener=True)
 
 
-def restrict_calls(*, may_create: bool) -> None:
+def restrict_calls(*, may_create: bool, of_shell: bool = False) -> None:
     """Allow this process no other calls from now on.
 
     Args:
         may_create: whether it may start threads, and create files, folders and pairs of sockets.
+        of_shell: whether it may also start processes and programs.
 
     Raises:
         OSError: the kernel or the machine cannot.
     """
-    _install(_restrictions if may_create else _restrictions_without_new)
+    allowed = _restrictions_of_shell if of_shell else _restrictions
+    _install(allowed if may_create else _restrictions_without_new)
 
 
-def receive(listener: int) -> tuple[int, str] | None:
-    """Return the number of the question that waits, and what it is about: a thread, a file or a folder.
+def receive(listener: int) -> Question | None:
+    """Return the question that waits.
 
     Returns:
         None if the process that asked has ended.
@@ -103,17 +155,33 @@ def receive(listener: int) -> tuple[int, str] | None:
         fcntl.ioctl(listener, _RECEIVE, buffer)
     except FileNotFoundError:
         return None
-    # Number of the question, process, flags, and number of the call.
-    number, _, _, call = struct.unpack_from("=QIIi", buffer)
+    # Number of the question, process, flags, number of the call, machine, instruction pointer, arguments.
+    number, process, _, call, _, _, *arguments = struct.unpack_from("=QIIiIQ6Q", buffer)
     column = _machine()[1]
-    if call in _numbers(_CLONE, column):
-        return number, "thread"
-    return number, "folder" if call in _numbers(_MKDIR, column) else "file"
+    kinds = {
+        "thread": f"{_CLONE}, {_FORKS}",
+        "folder": _MKDIR,
+        "signal": _KILL_CALL,
+        "mode": f"{_CHMOD}, {_FCHMOD}, {_FCHMODAT}",
+    }
+    kind = next((name for name, calls in kinds.items() if call in _numbers(calls, column)), "file")
+    if call in _numbers(_CHMOD, column):
+        arguments.insert(0, AT_FDCWD)
+    elif call in _numbers(_FCHMOD, column):
+        arguments.insert(1, 0)
+    return Question(number, process, kind, arguments)
 
 
-def answer(listener: int, question: int, error: int = 0) -> None:
-    """Let the call of a question go on, or fail with the number of an error."""
-    reply = struct.pack("=QqiI", question, 0, -error, 0 if error else _CONTINUE)
+def answer(listener: int, question: int, error: int = 0, *, is_done: bool = False) -> None:
+    """Let the call of a question go on, or fail with the number of an error.
+
+    Args:
+        listener: file descriptor of the questions.
+        question: number of the question.
+        error: number of an error; 0 for none.
+        is_done: whether the call returns 0 without going on, because the caller has done what it asks for.
+    """
+    reply = struct.pack("=QqiI", question, 0, -error, 0 if error or is_done else _CONTINUE)
     try:
         fcntl.ioctl(listener, _SEND, bytearray(reply))
     except FileNotFoundError:
@@ -166,11 +234,11 @@ def _numbers(calls: str, column: int) -> list[int]:
     return [int(field) for field in fields if field != "-"]
 
 
-def _questions(column: int) -> list[_Instruction]:
-    return [*_creating_calls(column, _ASK), (_RETURN, 0, 0, _ALLOW)]
+def _questions(column: int, of_shell: bool = False) -> list[_Instruction]:
+    return [*_creating_calls(column, _ASK, of_shell), (_RETURN, 0, 0, _ALLOW)]
 
 
-def _restrictions(column: int, create: int = _ALLOW) -> list[_Instruction]:
+def _restrictions(column: int, create: int = _ALLOW, of_shell: bool = False) -> list[_Instruction]:
     # asyncio needs such a pair. Messages of other kinds of sockets may reach other processes.
     socketpair = [
         _argument(0),
@@ -182,30 +250,57 @@ def _restrictions(column: int, create: int = _ALLOW) -> list[_Instruction]:
     ]
     return [
         *_calls(_ALLOWED, column, [(_RETURN, 0, 0, _ALLOW)]),
-        *_creating_calls(column, create),
+        *_creating_calls(column, create, of_shell),
         *_calls(_IGNORED, column, [(_RETURN, 0, 0, _fail(0))]),
         *_calls(_FCNTL, column, _one_of(_FCNTL_COMMANDS, errno.EPERM)),
         *_calls(_IOCTL, column, _one_of(_IOCTL_COMMANDS, errno.ENOTTY)),
         *_calls(_SOCKETPAIR, column, socketpair),
+        *(_calls_of_shell(column) if of_shell else ()),
         # This has the second set of calls of x86_64 too.
         *_if(_AT_LEAST, _NEW_CALLS, _fail(errno.ENOSYS)),
         (_RETURN, 0, 0, _fail(errno.EPERM)),
     ]
 
 
-def _restrictions_without_new(column: int) -> list[_Instruction]:
-    return _restrictions(column, create=_fail(errno.EPERM))
+def _calls_of_shell(column: int) -> list[_Instruction]:
+    # Those of another process are not its own to change.
+    own_limits = [_argument(0), *_if(_EQUAL, 0, _ALLOW), (_RETURN, 0, 0, _fail(errno.EPERM))]
+    return [
+        *_calls(_OF_SHELLS, column, [(_RETURN, 0, 0, _ALLOW)]),
+        *_calls(_IGNORED_OF_SHELLS, column, [(_RETURN, 0, 0, _fail(0))]),
+        *_calls(_UNSUPPORTED, column, [(_RETURN, 0, 0, _fail(errno.EOPNOTSUPP))]),
+        *_calls(_PRLIMIT, column, own_limits),
+    ]
 
 
-def _creating_calls(column: int, create: int) -> list[_Instruction]:
+_restrictions_without_new = partial(_restrictions, create=_FAIL | errno.EPERM)
+_questions_of_shell = partial(_questions, of_shell=True)
+_restrictions_of_shell = partial(_restrictions, of_shell=True)
+
+
+def _creating_calls(column: int, create: int, of_shell: bool) -> list[_Instruction]:
     """Return the action ``create`` for calls that create something, if they do."""
     # What clone creates without CLONE_THREAD is a process.
-    thread = [_argument(0), *_if(_ANY_BIT, _CLONE_THREAD, create), (_RETURN, 0, 0, _fail(errno.EPERM))]
+    clone = [_argument(0), *_if(_ANY_BIT, _CLONE_THREAD, create), (_RETURN, 0, 0, _fail(errno.EPERM))]
+    counted, further = _CREATES, []
+    if of_shell:
+        thread = _if(_ANY_BIT, _CLONE_THREAD, create)
+        clone = [
+            _argument(0),
+            *thread,
+            *_if(_ANY_BIT, _CLONE_REFUSED, _fail(errno.EPERM)),
+            (_RETURN, 0, 0, create),
+        ]
+        # Each process has its own limits, and may open a file that another one has created.
+        counted |= _WRITES
+        others = ", ".join((_FORKS, _LINKS, _KILL_CALL, _CHMOD, _FCHMOD, _FCHMODAT))
+        further = _calls(others, column, [(_RETURN, 0, 0, create)])
     return [
         *_calls(f"{_CREAT}, {_MKDIR}", column, [(_RETURN, 0, 0, create)]),
-        *_calls(_OPENAT, column, [_argument(2), *_if(_ANY_BIT, _CREATES, create), (_RETURN, 0, 0, _ALLOW)]),
-        *_calls(_OPEN, column, [_argument(1), *_if(_ANY_BIT, _CREATES, create), (_RETURN, 0, 0, _ALLOW)]),
-        *_calls(_CLONE, column, thread),
+        *_calls(_OPENAT, column, [_argument(2), *_if(_ANY_BIT, counted, create), (_RETURN, 0, 0, _ALLOW)]),
+        *_calls(_OPEN, column, [_argument(1), *_if(_ANY_BIT, counted, create), (_RETURN, 0, 0, _ALLOW)]),
+        *_calls(_CLONE, column, clone),
+        *further,
     ]
 
 
@@ -233,4 +328,4 @@ def _one_of(commands: tuple[int, ...], error: int) -> list[_Instruction]:
 
 def _fail(error: int) -> int:
     """Return the action that lets a call fail with an error; 0 lets it do nothing and report success."""
-    return 0x00050000 | error
+    return _FAIL | error

@@ -98,6 +98,9 @@ def _check_episodes(cfg: Config) -> None:
             check_remote("env.tools", env.tools, tool, MCP)
         else:
             _check_name("env.tools", env.tools, tool, TOOLS)
+    if env.environment == "shell" and "shell" not in env.tools:
+        wrong = "it grades the folder of the tool shell, which is not in env.tools"
+        raise bad_value("env.environment", "shell", wrong, "env.tools=[shell] beside it")
     if len(set(env.tools)) != len(env.tools):
         once = show(list(dict.fromkeys(env.tools)))
         raise bad_value("env.tools", env.tools, "it names a tool twice", f"env.tools={once}")

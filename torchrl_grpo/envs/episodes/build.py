@@ -20,7 +20,8 @@ from torchrl_grpo.envs.episodes.offers import Offer, check_available, offer_of, 
 from torchrl_grpo.envs.episodes.openenv.arguments import OpenEnvArguments
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.envs.episodes.tools import python_tool
+from torchrl_grpo.envs.episodes.shell_task import check_row
+from torchrl_grpo.envs.episodes.tools import python_tool, shell_tool
 from torchrl_grpo.envs.episodes.tools.call_formats import ToolCall
 from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
 from torchrl_grpo.envs.episodes.tools.offered import check_text
@@ -79,11 +80,11 @@ def _find_environment(name: str) -> Callable[..., Environment]:
 def _load_tools(cfg: Config) -> list[Tool]:
     """Load the tools that this process can describe: all but those of servers."""
     tools = load_tools([spec for spec in cfg.env.tools if not is_remote(spec)])
-    if any(tool.spec == "python" for tool in tools):
-        why = python_tool.why_unavailable()
+    for name, sandbox in (("python", python_tool), (shell_tool.NAME, shell_tool)):
+        why = sandbox.why_unavailable() if any(tool.spec == name for tool in tools) else None
         if why is not None:
             raise ConfigError(
-                f"env.tools has python, which cannot run safely on this machine: {why}. Remove it, or name a "
+                f"env.tools has {name}, which cannot run safely on this machine: {why}. Remove it, or name a "
                 "tool of your own that runs the code elsewhere"
             )
     return tools
@@ -106,6 +107,9 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
     """
     if not has_episodes(cfg):
         return problems
+    if cfg.env.environment == shell_tool.NAME:
+        for example in (*problems.train, *problems.held_out):
+            check_row(example)
     # The functions of tools are not called here.
     host = open_host(cfg, [])
     try:
@@ -234,6 +238,7 @@ def _with_host(
         reader=use.reader,
         call_turn=use.turn,
         form=offer.form,
+        max_turns=cfg.env.max_turns,
     )
     return EpisodeEngine(
         engine,

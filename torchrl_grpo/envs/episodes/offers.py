@@ -67,7 +67,7 @@ def open_host(cfg: Config, own_tools: Sequence[Tool]) -> EpisodeHost | None:
     spec = UserCodeSpec(
         environment=None if environment in ENVIRONMENTS else environment,
         environment_args=dict(cfg.env.environment_args),
-        tools=[*(tool.spec for tool in own_tools if tool.run is None), *filter(is_remote, cfg.env.tools)],
+        tools=[*(tool.spec for tool in own_tools if tool.is_users), *filter(is_remote, cfg.env.tools)],
         limit_s=cfg.env.tool_timeout_s,
         max_characters=cfg.env.max_tool_characters,
         has_tools=bool(cfg.env.tools),

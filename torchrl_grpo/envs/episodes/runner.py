@@ -12,11 +12,13 @@ from torchrl_grpo.config.remote import is_url, place
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
+from torchrl_grpo.envs.episodes.shell_task import ShellTask
+from torchrl_grpo.envs.episodes.tools import shell_tool
 from torchrl_grpo.envs.episodes.tools.call_formats import ToolCall
 from torchrl_grpo.envs.episodes.tools.call_turns import CallTurn
-from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed
+from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed
 from torchrl_grpo.envs.episodes.tools.registry import check_arguments
-from torchrl_grpo.envs.episodes.tools.tool import Tool
+from torchrl_grpo.envs.episodes.tools.tool import StartedTool, Tool
 from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader
 from torchrl_grpo.envs.episodes.types import (
     Environment,
@@ -35,7 +37,7 @@ CONNECT_LIMIT_S = 60.0
 _MOST_CALLS = 16
 # An OSError comes from a machine that has no process left for the python tool.
 _CALL_ERRORS = (
-    CallError, PythonFailed, OSError, ValueError, ZeroDivisionError, RecursionError, MemoryError
+    CallError, CodeFailed, OSError, ValueError, ZeroDivisionError, RecursionError, MemoryError
 )  # fmt: skip
 
 
@@ -53,6 +55,7 @@ class RunnerOptions:
         max_characters: longest result of a tool.
         reader: reads the calls in messages of the model.
         call_turn: how the chat template renders messages with calls; None if calls are ordinary text.
+        max_turns: largest number of messages of the model in an episode.
     """
 
     tools: Mapping[str, Tool]
@@ -64,6 +67,7 @@ class RunnerOptions:
     reader: CallReader = dataclasses.field(default_factory=CallReader)
     call_turn: CallTurn | None = None
     form: Mapping[str, Any] | None = None
+    max_turns: int = 8
 
     @property
     def is_quick(self) -> bool:
@@ -86,6 +90,8 @@ class EpisodeRunner:
         # Apart, so that a tool that hangs does not take the environment's state with it.
         self._environment_process: EpisodeProcess | None = None
         self._tool_process: EpisodeProcess | None = None
+        # Built-in tools that have a state.
+        self._started_tools: dict[str, StartedTool] = {}
         self._processes: list[EpisodeProcess] = []
         self._started = False
         self._closed = False
@@ -118,9 +124,9 @@ class EpisodeRunner:
         """End the processes of the episode. It may be called twice."""
         with self._lock:
             self._closed = True
-            processes = list(self._processes)
-        for process in processes:
-            process.close()
+            parts: list[EpisodeProcess | StartedTool] = [*self._processes, *self._started_tools.values()]
+        for part in parts:
+            part.close()
 
     def _answer(self, message: str) -> Step:
         calls = self._options.reader.read(message) if self._options.tools else []
@@ -129,7 +135,12 @@ class EpisodeRunner:
             self._reset()
         if calls:
             self.record.tool_calls += len(calls)
-            return self._call_all(calls)
+            step = self._call_all(calls)
+            if isinstance(self._environment, ShellTask) and self.record.turns >= self._options.max_turns:
+                # The folder is graded as it is after the last turn.
+                with _as_episode_errors("step"):
+                    step.reward += self._environment.step(message).reward
+            return step
         if self._options.in_own_process:
             messages, reward, done = self._ask({"do": "step", "message": message}, "step")
             return Step(messages, reward, done)
@@ -162,6 +173,8 @@ class EpisodeRunner:
             assert self._options.make_environment is not None
             with _as_episode_errors("reset"):
                 self._environment = self._options.make_environment()
+                if isinstance(self._environment, ShellTask):
+                    self._keep_started(shell_tool.NAME, self._environment.folder)
                 messages = messages_from(self._environment.reset(example), "what reset returned")
         # The description of the tools may have changed earlier messages.
         if messages and messages[-1] != self._example.messages[-1]:
@@ -217,6 +230,8 @@ class EpisodeRunner:
         if tool.run is not None:
             return tool.run(call.arguments, self._options.timeout_s), Step()
         payload = {"do": "tool", "tool": tool.spec, "name": tool.name, "arguments": call.arguments}
+        if tool.start is not None:
+            return self._with_state(tool).run(call.arguments, self._options.timeout_s), Step()
         if tool.of_environment:
             payload = {"do": "act", "tool": tool.name, "arguments": call.arguments}
             content, reward, done, failed = self._ask(payload, "step")
@@ -230,6 +245,19 @@ class EpisodeRunner:
             limit_s = self._options.timeout_s if is_url(place(tool.spec)) else CONNECT_LIMIT_S
             self._tool_process.call({"do": "connect", "tool": tool.spec}, limit_s)
         return str(self._tool_process.call(payload, self._options.timeout_s)), Step()
+
+    def _with_state(self, tool: Tool) -> StartedTool:
+        """Return a built-in tool that has a state, which begins with its first call."""
+        if tool.name not in self._started_tools:
+            assert tool.start is not None
+            self._keep_started(tool.name, tool.start())
+        return self._started_tools[tool.name]
+
+    def _keep_started(self, name: str, tool: StartedTool) -> None:
+        with self._lock:
+            if self._closed:
+                raise CallError("the episode has ended")
+            self._started_tools[name] = tool
 
     def _start_process(self) -> EpisodeProcess:
         assert self._options.host is not None

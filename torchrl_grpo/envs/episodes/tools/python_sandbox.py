@@ -35,7 +35,7 @@ _MAX_OUTPUT = 2**16
 # A disk takes 3 ms to remove a folder.
 _MOST = {"thread": 32, "file": 1000, "folder": 100}
 # The first files may be large and the others are small, so all together have at most 64 MiB.
-_LARGE_FILES, _LARGE_FILE, _SMALL_FILE = 32, 2**20, 2**15
+LARGE_FILES, LARGE_FILE, SMALL_FILE = 32, 2**20, 2**15
 
 
 class Ended(Exception):
@@ -101,7 +101,7 @@ def run(code: str, folder: str, channel: socket.socket, parent: int, seconds: in
     sys.dont_write_bytecode = True
     os.chdir(folder)
     os.environ["HOME"] = os.environ["TMPDIR"] = folder
-    sandbox.limit(max_bytes, seconds, _LARGE_FILE)
+    sandbox.limit(max_bytes, seconds, LARGE_FILE)
     try:
         socket.send_fds(channel, [b"-"], [sandbox.ask_about_new()])
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -125,13 +125,20 @@ class Watch:
         parent_ended: file descriptor of the process whose end ends the code.
         reads: file descriptor with the output.
         channel: socket on which the file descriptor for questions arrives.
+
+    Attributes:
+        child: number of the process.
+        ended: file descriptor that tells its end.
     """
 
+    # Seconds after which check() is called, if there is no event.
+    longest_wait_s = 3600.0
+
     def __init__(self, child: int, parent_ended: int, reads: int, channel: socket.socket) -> None:
-        self._child, self._reads, self._channel = child, reads, channel
-        self._ended, self._parent_ended, self._listener = os.pidfd_open(child), parent_ended, -1
+        self.child, self._reads, self._channel = child, reads, channel
+        self.ended, self._parent_ended, self._listener = os.pidfd_open(child), parent_ended, -1
         self._poll = select.poll()
-        for descriptor in (self._ended, parent_ended, reads, channel.fileno()):
+        for descriptor in (self.ended, parent_ended, reads, channel.fileno()):
             self._poll.register(descriptor, select.POLLIN)
         self._created = dict.fromkeys(_MOST, 0)
         self._output = b""
@@ -146,22 +153,26 @@ class Watch:
         Raises:
             Ended: the code may not go on.
         """
-        waiting = {self._ended, self._reads}
+        waiting = {self.ended, self._reads}
         while waiting:
             left = end - time.monotonic()
             if left <= 0:
                 raise Ended(f"the code took longer than {limit_s:g} s and was ended")
-            for descriptor, event in self._poll.poll(1000 * min(left, 3600)):
-                if self._is_over(descriptor, event):
+            for descriptor, event in self._poll.poll(1000 * min(left, self.longest_wait_s)):
+                if self.is_over(descriptor, event):
                     self._poll.unregister(descriptor)
                     waiting.discard(descriptor)
+            self.check()
         return self._output
 
-    def _is_over(self, descriptor: int, event: int) -> bool:
+    def check(self) -> None:
+        """Look at what no event tells."""
+
+    def is_over(self, descriptor: int, event: int) -> bool:
         """Take what a file descriptor has, and say whether it was the last."""
         if descriptor == self._parent_ended:
             raise Ended("the run has ended")
-        if descriptor == self._ended:
+        if descriptor == self.ended:
             return True
         if descriptor == self._channel.fileno():
             # A process that could not be restricted sends none.
@@ -172,7 +183,9 @@ class Watch:
         if descriptor == self._listener:
             if not event & select.POLLIN:
                 return True
-            self._answer()
+            question = seccomp.receive(self._listener)
+            if question is not None:
+                self.decide(question)
             return False
         chunk = os.read(self._reads, 65_536)
         self._output += chunk
@@ -180,21 +193,22 @@ class Watch:
             raise Ended(f"the code printed more than {_MAX_OUTPUT} bytes and was ended")
         return not chunk
 
-    def _answer(self) -> None:
-        """Let the next call go on, if the code may have one more thread or file."""
-        received = seccomp.receive(self._listener)
-        if received is None:
-            return
-        question, kind = received
+    def decide(self, question: seccomp.Question) -> None:
+        """Let a call go on, if the code may have one more thread or file."""
+        kind = question.kind
         self._created[kind] += 1
         error = 0
         if self._created[kind] > _MOST[kind]:
             if kind != "thread":
                 raise Ended(f"the code made more than {_MOST[kind]} {kind}s and was ended")
             error = errno.EAGAIN
-        if self._created["file"] == _LARGE_FILES + 1:
-            resource.prlimit(self._child, resource.RLIMIT_FSIZE, (_SMALL_FILE, _SMALL_FILE))
-        seccomp.answer(self._listener, question, error)
+        if self._created["file"] == LARGE_FILES + 1:
+            resource.prlimit(self.child, resource.RLIMIT_FSIZE, (SMALL_FILE, SMALL_FILE))
+        self.answer(question, error)
+
+    def answer(self, question: seccomp.Question, error: int = 0, *, is_done: bool = False) -> None:
+        """See :func:`.seccomp.answer`."""
+        seccomp.answer(self._listener, question.number, error, is_done=is_done)
 
 
 if __name__ == "__main__":

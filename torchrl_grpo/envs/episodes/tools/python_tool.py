@@ -30,7 +30,7 @@ _SHARE = 0.5
 _CLEANING_S, _CLEANING_UP_S = 0.75, 1.0
 
 
-class PythonFailed(Exception):
+class CodeFailed(Exception):
     """The code cannot be run, took too long, or wrote too much. The message is for the model."""
 
 
@@ -50,11 +50,11 @@ class _Memory:
             limit_s: seconds that the message names.
 
         Raises:
-            PythonFailed: there was no memory in time.
+            CodeFailed: there was no memory in time.
         """
         with self._changed:
             if not self._changed.wait_for(self._has_room, max(0.0, end - time.monotonic())):
-                raise PythonFailed(f"the memory was in use for {limit_s:g} s, and the code was not run")
+                raise CodeFailed(f"the memory was in use for {limit_s:g} s, and the code was not run")
             self._running += 1
             # There may be room for more than one.
             self._changed.notify_all()
@@ -87,30 +87,50 @@ def run_python(code: str, limit_s: float) -> str:
         limit_s: time limit in seconds. The call returns less than a second later.
 
     Raises:
-        PythonFailed: the code took too long, printed too much, or made too many files.
+        CodeFailed: the code took too long, printed too much, or made too many files.
         OSError: the machine cannot start a process.
     """
-    end = time.monotonic() + limit_s
-    _remove_abandoned()
-    with _memory.reserved(end, limit_s):
-        output = _run(code, limit_s, end)
+    remove_abandoned()
+    output = run_program(_PROGRAM, code, limit_s, tempfile.gettempdir(), {"PATH": os.defpath})
     status, _, text = output.decode(errors="replace").partition("\n")
     if status != "done":
-        raise PythonFailed(text or "the process that ran the code has ended")
+        raise CodeFailed(text or "the process that ran the code has ended")
     return text.strip()
 
 
-def _run(code: str, limit_s: float, end: float) -> bytes:
-    """Return the output of the program that runs the code."""
-    arguments = [os.getpid(), tempfile.gettempdir(), end, limit_s, _MAX_BYTES]
+def run_program(
+    program: Path, code: str, limit_s: float, place: str, environment: Mapping[str, str]
+) -> bytes:
+    """Return the output of a program that runs code, when there is memory for it.
+
+    Args:
+        program: path of ``python_sandbox.py`` or of a program with the same arguments.
+        code: code, its input.
+        limit_s: time limit in seconds.
+        place: folder that the program gets.
+        environment: its environment variables, beside those that all have.
+
+    Raises:
+        CodeFailed: there is no memory, or it took too long.
+        OSError: the machine cannot start a process.
+    """
+    end = time.monotonic() + limit_s
+    with _memory.reserved(end, limit_s):
+        return _run(program, code, limit_s, end, place, environment)
+
+
+def _run(
+    program: Path, code: str, limit_s: float, end: float, place: str, environment: Mapping[str, str]
+) -> bytes:
+    arguments = [os.getpid(), place, end, limit_s, _MAX_BYTES]
     with tempfile.TemporaryFile() as file:
         file.write(code.encode(errors="replace"))
         file.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", str(_PROGRAM), *map(str, arguments)],
+            [sys.executable, "-I", str(program), *map(str, arguments)],
             stdin=file,
             stdout=subprocess.PIPE,
-            env={"PATH": os.defpath, "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
+            env={**environment, "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
             start_new_session=True,
         )
     assert process.stdout is not None
@@ -122,7 +142,7 @@ def _run(code: str, limit_s: float, end: float) -> bytes:
         _unfinished.add(process)
         _unfinished.difference_update([child for child in list(_unfinished) if child.poll() is not None])
     if output is None:
-        raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
+        raise CodeFailed(f"the code took longer than {limit_s:g} s and was ended")
     return output
 
 
@@ -151,7 +171,7 @@ def _read(pid: int, stdout: int, end: float) -> bytes | None:
 
 
 @lru_cache(1)
-def _remove_abandoned() -> None:
+def remove_abandoned() -> None:
     """Remove what earlier runs have left that were killed, once."""
     scratch_folder.remove_abandoned(tempfile.gettempdir(), time.monotonic() + _CLEANING_UP_S)
 
@@ -161,7 +181,7 @@ def why_unavailable() -> str | None:
     """Say why this machine cannot run such code; None if it can. The answer is computed once."""
     try:
         output = run_python("print('ready')", 30.0)
-    except (OSError, PythonFailed) as error:
+    except (OSError, CodeFailed) as error:
         output = str(error)
     return None if output == "ready" else output or "the process ended without a word"
 

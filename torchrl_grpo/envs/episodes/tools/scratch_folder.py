@@ -1,4 +1,4 @@
-"""The folder of one call of the ``python`` tool: it is locked while it is in use, and removed afterwards.
+"""A folder of the ``python`` or the ``shell`` tool: it is locked while it is in use, and removed afterwards.
 
 The kernel releases the lock when its process ends in any way, so folders that nobody removed are found. Only
 the standard library is imported.
@@ -30,6 +30,26 @@ def create(parent: str) -> tuple[str, int]:
         except (BlockingIOError, FileNotFoundError):
             # Another process has taken it for an abandoned one, before it was locked.
             continue
+
+
+def measure(path: str) -> tuple[int, int, int]:
+    """Return the number of files in a folder, that of folders, and the bytes that they take.
+
+    Folders in it are made readable, and links are not followed.
+    """
+    counts = [0, 0, 0]
+    pending = [os.open(path, _FLAGS)]
+    while pending:
+        folder = pending.pop()
+        try:
+            for name, is_folder in _entries(folder):
+                counts[is_folder] += 1
+                counts[2] += 512 * os.stat(name, dir_fd=folder, follow_symlinks=False).st_blocks
+                if is_folder:
+                    pending.append(_open_folder(name, folder))
+        finally:
+            os.close(folder)
+    return counts[0], counts[1], counts[2]
 
 
 def remove(path: str, folder: int, end: float = math.inf) -> None:

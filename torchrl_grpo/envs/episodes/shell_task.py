@@ -1,0 +1,60 @@
+"""Tasks in a folder: the model works there with the ``shell`` tool, and a command of the row grades it."""
+
+from __future__ import annotations
+
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed
+from torchrl_grpo.envs.episodes.tools.shell_tool import ShellFolder
+from torchrl_grpo.envs.episodes.types import Step
+from torchrl_grpo.errors import DataError
+
+# Python would otherwise import modules that the model has left in the folder.
+_OF_CHECKS = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "HOME": "/nonexistent"}
+
+
+def check_row(example: Example) -> None:
+    """Check that a row says how it is graded.
+
+    Raises:
+        DataError: the column ``check`` or ``setup`` is no command line.
+    """
+    for name, may_miss in (("check", False), ("setup", True)):
+        value = example.columns.get(name)
+        if not isinstance(value, str) and not (may_miss and value is None):
+            raise DataError(
+                f"env.environment=shell: the column {name!r} of {example.id} is {value!r:.80}; write a "
+                "command line, such as test -s answer.txt"
+            )
+
+
+class ShellTask:
+    """One task. ``setup`` of the row runs first; if ``check`` then succeeds at the end, the reward is 1.
+
+    Args:
+        limit_s: time limit of either in seconds.
+    """
+
+    def __init__(self, limit_s: float = 10.0) -> None:
+        self._limit_s = limit_s
+        self.folder = ShellFolder()
+
+    def reset(self, example: Example) -> None:
+        """Prepare the folder.
+
+        Raises:
+            RuntimeError: ``setup`` of the row fails.
+        """
+        check_row(example)
+        self._check = example.columns["check"]
+        if setup := example.columns.get("setup"):
+            status, text = self.folder.result(setup, self._limit_s)
+            if status:
+                raise RuntimeError(f"setup of {example.id} ended with status {status}: {text[-200:]}")
+
+    def step(self, message: str) -> Step:
+        """Grade the folder, which ends the episode. A check that is ended has failed."""
+        try:
+            status, _ = self.folder.result(self._check, self._limit_s, _OF_CHECKS)
+        except CodeFailed:
+            status = 1
+        return Step(reward=float(status == 0), done=True)
