@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +88,29 @@ for line in sys.stdin:
     else:
         answer["error"] = {"code": -32601, "message": "no such method"}
     send(answer)
+"""
+
+# A server of the official package that all episodes reach by a URL.
+REMOTE = """
+import asyncio, socket, sys
+import uvicorn
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("remote", log_level="ERROR")
+
+@server.tool()
+async def act(how: str) -> str:
+    "Do it."
+    if how == "hang":
+        await asyncio.sleep(600)
+    if how == "error":
+        raise ValueError
+    return "y" * 2**24 if how == "long" else f"{how} done"
+
+listening = socket.create_server(("127.0.0.1", 0))
+app = server.streamable_http_app()
+print(listening.getsockname()[1], flush=True)
+uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
 """
 
 
@@ -179,6 +203,29 @@ def test_each_episode_has_a_server_that_ends_with_it(calls: Calls, tmp_path: Pat
     first.close()
     second.close()
     wait_for_end(*started)
+
+
+def test_a_server_of_the_official_package_is_reached_by_its_url() -> None:
+    with subprocess.Popen([sys.executable, "-c", REMOTE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        cfg = Config()
+        cfg.env.tools = [f"mcp:http://127.0.0.1:{int(process.stdout.readline())}/mcp"]
+        made = Calls(cfg)
+        try:
+            (tool,) = made.tools
+            function = tool.schema["function"]
+            assert (function["description"], function["parameters"]["required"]) == ("Do it.", ["how"])
+            first, second = made.episode(), made.episode()
+            assert [call(runner, "well") for runner in (first, second, first)] == ["well done"] * 3
+            assert call(first, "error").startswith("error: ")
+            assert call(first, "long").endswith("... (cut after 2000 characters)")
+            assert call(first, "hang").startswith("error: ") and call(first, "well") == "well done"
+            process.kill()
+            process.wait()
+            assert call(second, "well").startswith("error: ") and second.record.error is None
+        finally:
+            made.host.close()
+            process.kill()
 
 
 @pytest.mark.parametrize(
