@@ -24,7 +24,7 @@ from process_ends import alive, error_in_time, processes_with, wait_for_end
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.episodes.build import check_environment
+from torchrl_grpo.envs.episodes.build import check_environment, prompts_of
 from torchrl_grpo.envs.episodes.offers import offer_of, open_host
 from torchrl_grpo.envs.episodes.openenv import client as openenv_client
 from torchrl_grpo.envs.episodes.openenv import session as openenv_session
@@ -347,6 +347,25 @@ def test_a_server_that_does_not_answer_costs_the_time_of_a_call(play: Callable[.
         assert error_in_time(lambda: runner.step("abcd")) is None
         ended.set()
     assert str(runner.record.error).endswith(f"{server.url} did not answer in time")
+
+
+def test_problems_are_reset_at_the_same_time_and_keep_their_order(play: Callable[..., Play]) -> None:
+    together = threading.Barrier(4, timeout=60)
+
+    def change(session: fake_openenv.Session, kind: str, answer: dict[str, Any]) -> str:
+        if kind == "reset":
+            together.wait()
+        return json.dumps(answer)
+
+    with FakeOpenEnv(change=change) as server:
+        played = play(server.url, tool_timeout_s=60.0)
+        examples = [
+            Example(f"{seed}", [{"role": "user", "content": "-"}], columns={"reset": {"seed": seed}})
+            for seed in range(8)
+        ]
+        done = prompts_of(played.cfg, played.offer, played.host, 4)(examples)
+    assert [example.messages[0]["content"] for example in done] == [f"-\n\nseed {n}" for n in range(8)]
+    assert [example.id for example in done] == [example.id for example in examples]
 
 
 def test_sessions_beyond_those_of_the_server_are_refused_at_the_start(play: Callable[..., Play]) -> None:

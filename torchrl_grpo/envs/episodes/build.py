@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
 from torchrl_grpo.envs.episodes.offers import Offer, check_available, offer_of, open_host
 from torchrl_grpo.envs.episodes.openenv.arguments import OpenEnvArguments
-from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost
+from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.shell_task import check_row
 from torchrl_grpo.envs.episodes.tools import python_tool, shell_tool
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 # More sessions are not tried at the start. Each takes a file of this process.
 _MOST_SESSIONS = 256
+# Sessions in which the problems are reset at the start.
+_MOST_RESETS = 8
 _NO_TOOLS = ToolUse(False, CallReader(), None)
 
 
@@ -122,11 +125,14 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
                 check_text(tool, control_tokens(tokenizer).in_text(text))
         schemas = [tool.schema for tool in offer.tools]
         use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
-        reset = _prompt_of(cfg, offer, host)
+        reset = prompts_of(cfg, offer, host, min(count, _MOST_RESETS))
 
         def started(examples: Sequence[Example]) -> list[Example]:
             # An environment is always reset with the messages of the data set.
-            return [replace(reset(example), source_messages=example.messages) for example in examples]
+            return [
+                replace(made, source_messages=example.messages)
+                for made, example in zip(reset(examples), examples, strict=True)
+            ]
 
         problems = replace(problems, train=started(problems.train), held_out=started(problems.held_out))
     finally:
@@ -157,14 +163,25 @@ def _token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     return token_id
 
 
-def _prompt_of(cfg: Config, offer: Offer, host: EpisodeHost | None) -> Callable[[Example], Example]:
-    """Return a function that gives an example the messages of its environment."""
+def prompts_of(
+    cfg: Config, offer: Offer, host: EpisodeHost | None, count: int
+) -> Callable[[Sequence[Example]], Sequence[Example]]:
+    """Return a function that gives examples the messages of their environment.
+
+    Args:
+        cfg: configuration of the run.
+        offer: what the model may call.
+        host: process that starts those of the environments.
+        count: number of sessions at a time with an environment's server.
+    """
     if host is None or cfg.env.environment is None or cfg.env.environment in ENVIRONMENTS:
         # The built-in ones keep the messages of the example.
-        return lambda example: example
-    process = host.start_episode()
+        return lambda examples: examples
+    # A distant server takes its time for each. What else runs here would gain nothing.
+    count = count if is_remote(cfg.env.environment) else 1
+    processes = [host.start_episode() for _ in range(count)]
 
-    def reset(example: Example) -> Example:
+    def reset(process: EpisodeProcess, example: Example) -> Example:
         payload = {"do": "reset", "example": example.plain(), "form": offer.form}
         try:
             messages = process.call(payload, cfg.env.tool_timeout_s)
@@ -174,7 +191,15 @@ def _prompt_of(cfg: Config, offer: Offer, host: EpisodeHost | None) -> Callable[
             ) from error
         return replace(example, messages=messages) if messages else example
 
-    return reset
+    def reset_all(examples: Sequence[Example]) -> list[Example]:
+        shares = [examples[start::count] for start in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            done = list(
+                threads.map(lambda own, share: [reset(own, part) for part in share], processes, shares)
+            )
+        return [done[number % count][number // count] for number in range(len(examples))]
+
+    return reset_all
 
 
 def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> SteppingEngine:

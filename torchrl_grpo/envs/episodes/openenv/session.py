@@ -63,16 +63,19 @@ class Session:
     """
 
     def __init__(self, url: str, end: float) -> None:
+        self._entered = contextlib.ExitStack()
         address = f"ws{url.removeprefix('http').rstrip('/')}/ws"
         try:
-            self._socket: ClientConnection = connect(
-                address,
-                open_timeout=_left(end, url),
-                close_timeout=1.0,
-                max_size=_MOST_BYTES,
-                # A few bytes could become many.
-                compression=None,
-                proxy=None if is_local(url) else True,
+            self._socket: ClientConnection = self._entered.enter_context(
+                connect(
+                    address,
+                    open_timeout=_left(end, url),
+                    close_timeout=1.0,
+                    max_size=_MOST_BYTES,
+                    # A few bytes could become many.
+                    compression=None,
+                    proxy=None if is_local(url) else True,
+                )
             )
         except (OSError, InvalidHandshake, ConnectionClosed, EOFError) as error:
             raise SessionLost(f"{url} cannot be reached: {_text(error)}") from error
@@ -132,7 +135,7 @@ class Session:
         """End the session."""
         with contextlib.suppress(ConnectionClosed, TimeoutError):
             self._socket.send(json.dumps({"type": "close"}))
-        self._socket.close()
+        self._entered.close()
 
 
 def open_session(url: str, end: float, process: int | None = None) -> Session:
