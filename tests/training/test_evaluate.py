@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference import Completion, Sampling
-from torchrl_grpo.rewards.graders import CountingGrader, OwnRewardGrader
+from torchrl_grpo.rewards.graders import CountingGrader, Graded, OwnRewardGrader
 from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.training.evaluator import Evaluator
@@ -155,6 +156,15 @@ def test_a_reward_of_the_user_is_measured_and_all_its_responses_are_kept(tiny_mo
         "grade": 2.0,
     }
     assert found.rows[2]["errors"] == {"length": "ValueError: no"} and found.rows[2]["rewards"]["length"] == 0
+
+
+def test_pass_at_k_leaves_out_problems_that_a_judge_has_not_graded() -> None:
+    of_problems: list[list[float | None]] = [[1.0, 0.0], [0.0, None], [1.0, None], [0.0, 0.0]]
+    grades = [
+        [Graded({} if value is None else {"primary": value}) for value in values] for values in of_problems
+    ]
+    evaluator: Any = SimpleNamespace(grader=SimpleNamespace(primary="primary"), pass_at_k=2)
+    assert Evaluator._pass_at_k(evaluator, grades) == [1.0, 0.0]
 
 
 def test_failures_to_grade_the_responses_of_pass_at_k_are_counted(tiny_model_dir: Path) -> None:

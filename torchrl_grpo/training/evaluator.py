@@ -89,7 +89,7 @@ class Evaluator:
             With rewards of the user, ``eval/reward`` is their sum and ``eval/reward/<name>`` each.
             ``eval/num_problems``, ``eval/errors`` (number of responses whose grading raised an error, those
             of pass@k too), ``eval/response_length`` (mean number of tokens), and ``eval/pass_at_<k>`` if
-            ``eval.pass_at_k`` is greater than 1.
+            ``eval.pass_at_k`` is greater than 1, unless judges have failed.
         """
         errors = self.grader.error_count
         completions = self._answers(engine, self.samples)
@@ -100,8 +100,8 @@ class Evaluator:
         metrics["eval/num_problems"] = len(self.examples)
         metrics["eval/errors"] = self.grader.error_count - errors
         metrics["eval/response_length"] = _mean_length(completions)
-        if self.pass_at_k > 1:
-            metrics[f"eval/pass_at_{self.pass_at_k}"] = self._pass_at_k(sampled)
+        if self.pass_at_k > 1 and (scores := self._pass_at_k(sampled)):
+            metrics[f"eval/pass_at_{self.pass_at_k}"] = _mean(scores)
         return Evaluation(metrics, self._rows(completions, grades))
 
     def _of_grader(self, grades: list[list[Graded]]) -> dict[str, float]:
@@ -136,12 +136,17 @@ class Evaluator:
                 }
         return metrics
 
-    def _pass_at_k(self, grades: list[list[Graded]]) -> float:
+    def _pass_at_k(self, grades: list[list[Graded]]) -> list[float]:
+        """Return pass@k of each problem, but for those of which judges have graded fewer than k responses."""
         scores = []
         for group in grades:
-            right = sum(grade.metrics.get(self.grader.primary, 0.0) >= 1.0 for grade in group)
-            scores.append(pass_at_k(len(group), right, self.pass_at_k))
-        return _mean(scores)
+            values = [
+                metric for grade in group if (metric := grade.metrics.get(self.grader.primary)) is not None
+            ]
+            if len(values) >= self.pass_at_k:
+                right = sum(value >= 1.0 for value in values)
+                scores.append(pass_at_k(len(values), right, self.pass_at_k))
+        return scores
 
     def _grade(self, completions: list[list[Completion]]) -> list[list[Graded]]:
         texts = [
