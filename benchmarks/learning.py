@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -103,6 +104,26 @@ _GRPO_DICE = Stage(
 # A short run, because Muon's update of all weights takes longer on a CPU than the rest of the step.
 _SHORT_SUMS = (*_SUMS, "env.num_envs=4", "train.total_dialog_turns=384", "eval.frequency=0")
 
+# A game on an OpenEnv server, whose package is in an environment of its own (scripts/setup_openenv.sh).
+_OPENENV_PYTHON = os.environ.get("OPENENV_PYTHON", f"{_ROOT}/.venv-openenv/bin/python")
+_ECHO = (
+    "--config-name=grpo_quickstart",
+    f'env.environment="openenv:{_OPENENV_PYTHON} {_ROOT}/examples/echo_game.py {{port}}"',
+    "env.dataset=torchrl_grpo.envs.episodes.openenv.problems:seeds",
+    "env.task_args={size:400,held_out:100}",
+    "env.answer_format=plain",
+    "env.system_prompt=null",
+    "env.max_turns=2",
+    "env.max_turn_tokens=16",
+    "inference_model.max_model_len=160",
+    "inference_model.max_new_tokens=64",
+    "reward.weights={environment:1.0}",
+    "eval.num_problems=100",
+    "eval.frequency=0",
+    "train.total_dialog_turns=768",
+    "optimizer.lr=2e-5",
+)
+
 EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
     # Supervised fine-tuning and GRPO on one task, and one after the other.
     "sft": {
@@ -130,6 +151,8 @@ EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
             ),
         )
     },
+    # A game of another program, in two turns.
+    "openenv": {"echo": (Stage(_GRPO, _ECHO),)},
     # Two tasks at once.
     "mixture": {
         "mixture": (
