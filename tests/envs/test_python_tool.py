@@ -128,6 +128,7 @@ def test_the_sandbox_works_on_this_machine() -> None:
         ("import os; os.chmod('/tmp', 0)", "PermissionError"),
         ("import os; os.utime('/tmp')", "PermissionError"),
         ("import os; os.truncate('/tmp/any', 0)", "PermissionError"),
+        ("import os; os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)", "PermissionError"),
         ("import ctypes; print(ctypes.CDLL(None).shmget(0, 4096, 0o1000))", "-1"),
         ("x = 'a' * 2**31", "MemoryError"),
         ("open('big', 'w').write('a' * 2**21)", "File too large"),

@@ -32,6 +32,8 @@ import sys
 from torchrl_grpo.envs.episodes.tools.shell_tool import ShellFolder
 ShellFolder().run({"command": sys.argv[1]}, 100.0)
 """
+_SPAWN = """import os
+os.waitpid(os.posix_spawn("/bin/echo", ["echo", "made"], {}, resetids=True), 0)"""
 _CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 
 
@@ -78,6 +80,9 @@ def test_programs_work_and_files_stay_for_the_episode(folder: ShellFolder, place
         ),
         "cat <(echo sub) - <<EOF\ntext\nEOF": "sub\ntext",
         "sleep 60 & kill $!; wait $!; echo $?": "143",
+        "timeout 0.1 sleep 60; echo $?; sed -i s/kept/kept/ note": "124",
+        # As make starts programs.
+        f"python3 -c '{_SPAWN}'": "made",
         "yes | head -1; ln -s note link; cat link; mv a c; find c -name note": "y\nkept\nc/b/note",
         "chmod -R u+w c; touch -d 2001-01-01 note; rm -r c; test -e c": "exit status 1",
         "pwd | grep -c grpo-; echo $HOME | grep -c grpo-; wc -c < /dev/null": "1\n1\n0",
@@ -119,6 +124,7 @@ def test_commands_reach_nothing_but_their_folder(
             f"kill -9 {os.getpid()}",
             "kill -9 $PPID",
             "kill -9 -1",
+            "kill 0",
             f"kill -9 -- -{os.getpgrp()}",
             f"cat /proc/{os.getpid()}/environ",
             "ls /proc /root /home",
@@ -127,6 +133,8 @@ def test_commands_reach_nothing_but_their_folder(
             "python3 -c 'import os; os.setsid()'",
             "python3 -c 'import os; os.setpgid(0, 0)'",
             "python3 -c 'import os; os.chmod(os.__file__, 0)'",
+            # What can be read cannot be emptied by that.
+            "python3 -c 'import os; os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)'",
             "python3 -c 'import os; os.fchmod(os.open(os.__file__, 0), 0)'",
             "python3 -c 'import os; os.memfd_create(\"a\")'",
             # Processes in a new namespace, and with open files that are shared.

@@ -31,6 +31,7 @@ _READ_FILE, _READ_FOLDER, _WRITE_FILE, _EXECUTE = 1 << 2, 1 << 3, 1 << 1, 1 << 0
 _PROGRAMS = (
     *(f"{start}/{name}" for start in ("", "/usr", "/usr/local", sys.base_prefix) for name in ("bin", "sbin")),
     "/usr/libexec",
+    "/usr/include",
     "/usr/share",
     "/usr/local/lib",
     "/etc/alternatives",

@@ -47,8 +47,11 @@ _IGNORED = "fsync 74 82, fdatasync 75 83, msync 26 227"
 # Further calls of a shell and the programs that it starts.
 _OF_SHELLS = """
 execve 59 221, wait4 61 260, waitid 247 95, arch_prctl 158 -, set_tid_address 218 96, setrlimit 160 164,
-renameat2 316 276, fadvise64 221 223
+renameat2 316 276, fadvise64 221 223, setuid 105 146, setgid 106 144, setreuid 113 145, setregid 114 143,
+setresuid 117 147, setresgid 119 149
 """
+# Those with whose absence programs reckon: a timer is a signal to any process.
+_MISSING = "timer_create 222 107"
 # Calls of such programs that do nothing and report success: owners and times are nobody's concern.
 _IGNORED_OF_SHELLS = """
 chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -,
@@ -69,8 +72,8 @@ _OPEN, _OPENAT, _CLONE, _SOCKETPAIR = "open 2 -", "openat 257 56", "clone 56 220
 _FCNTL, _IOCTL = "fcntl 72 25", "ioctl 16 29"
 # O_CREAT, and the bit of O_TMPFILE that is its own.
 _CREATES = 0o100 | 0o20000000
-# O_WRONLY and O_RDWR.
-_WRITES = 0o3
+# O_WRONLY and O_RDWR, and O_TRUNC, which Landlock lets pass without them in Linux before 6.2.
+_WRITES, _TRUNC = 0o3, 0o1000
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. The
 # others send signals, enlarge pipes, or stop another process from opening a file.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
@@ -268,6 +271,7 @@ def _calls_of_shell(column: int) -> list[_Instruction]:
     return [
         *_calls(_OF_SHELLS, column, [(_RETURN, 0, 0, _ALLOW)]),
         *_calls(_IGNORED_OF_SHELLS, column, [(_RETURN, 0, 0, _fail(0))]),
+        *_calls(_MISSING, column, [(_RETURN, 0, 0, _fail(errno.ENOSYS))]),
         *_calls(_UNSUPPORTED, column, [(_RETURN, 0, 0, _fail(errno.EOPNOTSUPP))]),
         *_calls(_PRLIMIT, column, own_limits),
     ]
@@ -295,10 +299,16 @@ def _creating_calls(column: int, create: int, of_shell: bool) -> list[_Instructi
         counted |= _WRITES
         others = ", ".join((_FORKS, _LINKS, _KILL_CALL, _CHMOD, _FCHMOD, _FCHMODAT))
         further = _calls(others, column, [(_RETURN, 0, 0, create)])
+    opens = [
+        (_ANY_BIT, 2, 0, _WRITES),
+        *_if(_ANY_BIT, _TRUNC, _fail(errno.EPERM)),
+        *_if(_ANY_BIT, counted, create),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
     return [
         *_calls(f"{_CREAT}, {_MKDIR}", column, [(_RETURN, 0, 0, create)]),
-        *_calls(_OPENAT, column, [_argument(2), *_if(_ANY_BIT, counted, create), (_RETURN, 0, 0, _ALLOW)]),
-        *_calls(_OPEN, column, [_argument(1), *_if(_ANY_BIT, counted, create), (_RETURN, 0, 0, _ALLOW)]),
+        *_calls(_OPENAT, column, [_argument(2), *opens]),
+        *_calls(_OPEN, column, [_argument(1), *opens]),
         *_calls(_CLONE, column, clone),
         *further,
     ]

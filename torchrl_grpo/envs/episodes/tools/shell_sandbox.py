@@ -207,17 +207,15 @@ class ShellWatch(Watch):
         return processes
 
     def _send_signal(self, target: int, number: int) -> None:
-        """Send a signal to processes of the command.
+        """Send a signal to a process of the command.
 
         Raises:
-            OSError: the process is another's.
+            OSError: the process is another's, or a group is meant. Programs such as ``timeout`` count on one
+                of their own, and none can have that.
         """
         if not 0 <= number <= signal.SIGRTMAX:
             raise OSError(errno.EINVAL, "signal")
-        if target in (0, -self.child):
-            os.killpg(self.child, number)
-            return
-        if target < 0:
+        if target <= 0:
             raise PermissionError(errno.EPERM, "signal")
         process = os.pidfd_open(target)
         try:
