@@ -17,14 +17,19 @@ from typing import Any
 
 import pytest
 from process_ends import wait_for_end
+from transformers import AutoTokenizer
 
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks.data import check_data
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.envs.episodes.build import with_prompts
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.shell_task import ShellTask, check_row
 from torchrl_grpo.envs.episodes.tools import shell_tool
 from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed
 from torchrl_grpo.envs.episodes.tools.shell_tool import ShellFolder
-from torchrl_grpo.errors import DataError
+from torchrl_grpo.errors import ConfigError, DataError
 
 # Runs a command, and is killed meanwhile.
 _KILLED = """
@@ -297,6 +302,18 @@ def test_what_a_row_gets_wrong_is_an_error(place: Path) -> None:
             DataError, match=r"the column '(check|setup)' of row/1 is .*; write a command line"
         ):
             check_row(example(**columns))
+
+
+def test_a_run_without_the_tool_or_without_checks_is_refused(tiny_model_dir: Path) -> None:
+    cfg = Config()
+    cfg.env.environment = "shell"
+    with pytest.raises(ConfigError, match=r"env.environment=shell.* env.tools=\[shell\] beside it"):
+        check_data(cfg)
+    cfg.env.tools = ["shell"]
+    check_data(cfg)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    with pytest.raises(DataError, match="the column 'check' of row/1"):
+        with_prompts(cfg, Problems([example(check="true")], [example()]), tokenizer)
 
 
 def test_a_check_that_takes_too_long_has_failed(place: Path) -> None:
