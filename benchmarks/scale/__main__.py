@@ -1,0 +1,41 @@
+"""``python -m benchmarks.scale``: what each part of the control plane costs as a run grows.
+
+Engines, servers and judges are fake and answer at once, so what is measured is this process. It takes minutes
+on two cores. Only the ratios of a machine's own measurements mean something on another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.scale import collection, rounds, servers
+from benchmarks.scale.parts import table
+
+PARTS = {**servers.PARTS, **collection.PARTS, **rounds.PARTS}
+
+
+def main() -> None:
+    """Measure the parts that were named, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.parts) - PARTS.keys()):
+        parser.error(f"{', '.join(unknown)}: no such part; the parts are {', '.join(PARTS)}")
+    results = []
+    for name in options.parts or PARTS:
+        results.append({"name": name, **PARTS[name].run()})
+        print(f"{name}: {', '.join(results[-1]['shown'])}", file=sys.stderr, flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results), flush=True)
+    # Fake servers and engines have threads that wait for ever.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
