@@ -45,7 +45,7 @@ def _server(tokens: int, connections: int) -> Iterator[list[ServerConnection]]:
         process = subprocess.Popen(command)
         try:
             made = [ServerConnection(f"unix:{socket}", "key", 600.0) for _ in range(connections)]
-            made[0].wait_until_up(60.0)
+            made[0].wait_until_up(300.0)
             yield made
             for connection in made:
                 connection.close()

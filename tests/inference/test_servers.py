@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from fake_server import FakeServer, FakeSGLang, make_engine
 from publishers import make_publisher
 from tiny_model import build_tiny_model
@@ -464,8 +465,43 @@ def test_another_number_format_is_a_mistake_of_the_user(tiny_model_dir: Path, tm
 
 
 def test_a_log_probability_that_is_not_finite_is_nan() -> None:
-    assert math.isnan(vllm_api._log_prob({"logprob": -9999.0, "rank": None}))
-    assert vllm_api._log_prob({"logprob": -2.5, "rank": 1}) == -2.5
+    assert math.isnan(vllm_api._log_prob(-9999.0, None))
+    assert vllm_api._log_prob(-2.5, 1) == -2.5
+
+
+class Hostile(FakeServer):
+    """A server that has one answer for every prompt."""
+
+    content: str
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.content, content_type="application/json")
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        ({"token_ids": [1, 2]}, "2 tokens and 1 log-prob"),
+        ({"token_ids": ["1"]}, r"Expected `int`, got `str` - at `\$.choices\[0\].token_ids"),
+        ({"logprobs": None}, "Expected `object`, got `null`"),
+        ({"logprobs": {"content": [{"rank": 1}]}}, "missing required field `logprob`"),
+        (None, "no response: .*length 1"),
+    ],
+)
+def test_an_answer_that_is_no_response_ends_the_server(
+    choice: dict[str, Any] | None, why: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    server = Hostile(make_engine(tiny_model_dir), tmp_path / "socket")
+    entries = {"content": [{"logprob": -1.0, "rank": 1}]}
+    right = {"token_ids": [1], "logprobs": entries, "finish_reason": "stop", "weight_versions": None}
+    server.content = json.dumps({"choices": [] if choice is None else [right | choice]})
+    engine = connect(server, tmp_path)
+    engine.submit([Request("a", PROMPTS[0], 12, 0.0)])
+    with pytest.raises(ServerLost, match=why):
+        while not engine.step():
+            pass
+    engine.close()
+    server.kill()
 
 
 # -- weights in files

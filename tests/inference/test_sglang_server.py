@@ -211,7 +211,7 @@ def test_requests_of_others_are_frozen_and_name_both_weights(
     other = ServerConnection(process.address, process.key, 60)
     answers: list[Any] = []
     call = SGLANG.api.generate(Request("x", PROMPTS[0], 400, 1.0, 3, ignore_eos=True), ())
-    other.send_later(call, answers.append)
+    other.send_later(replace(call, answer=None), answers.append)
     engine.generate(PROMPTS[1:2], Sampling(1, 60, 1.0, [1], ignore_eos=True))
     first = engine._weights_name
     engine.load_weights(model.named_parameters())

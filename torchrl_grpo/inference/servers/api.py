@@ -57,7 +57,11 @@ class ServerApi(Protocol):
         """
 
     def sampled(self, answer: Any) -> Sampled:
-        """Read the answer to :meth:`generate`."""
+        """Read the answer to :meth:`generate`.
+
+        Args:
+            answer: object of the type that the call names.
+        """
 
     def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
         """Return the call that asks for the ``top_k`` likeliest next tokens."""

@@ -195,8 +195,13 @@ class ServerEngine(SteppingEngine):
             self._lost_at = now + self._timeout_s
             self._connection.send_later(self._api.sign_of_life, partial(self._on_answer, None))
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
+    def _completion(self, answer: Any) -> Completion:
         sampled = self._api.sampled(answer)
+        tokens, log_probs = len(sampled.completion.token_ids), len(sampled.completion.log_probs)
+        if tokens != log_probs:
+            raise ServerLost(
+                f"{self._connection.address} answered with {tokens} tokens and {log_probs} log-probabilities"
+            )
         named = self._weights_name is not None and sampled.completion.token_ids
         if named and sampled.weights != {self._weights_name}:
             raise ServerLost(

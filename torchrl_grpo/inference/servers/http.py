@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError
@@ -33,12 +34,15 @@ class Call:
         body: JSON of the request.
         verb: HTTP's verb.
         may_be_refused: whether status 400 is an answer like others.
+        answer: type that the JSON of the answer is read as, and checked by. Entries that it lacks are not
+            read, which makes long answers cheap. None for any JSON.
     """
 
     path: str
     body: Any = None
     verb: str = "POST"
     may_be_refused: bool = False
+    answer: type | None = None
 
 
 class ServerLost(RuntimeError):
@@ -152,7 +156,7 @@ class ServerConnection:
             async with (
                 asyncio.timeout(timeout_s),
                 # Prompts, and on the same host the key, would go to wherever a server names.
-                self._session.request(call.verb, url, json=call.body, allow_redirects=False) as answer,
+                self._session.request(call.verb, url, allow_redirects=False, **_content(call)) as answer,
             ):
                 if 300 <= answer.status < 400:
                     raise ConfigError(
@@ -168,10 +172,14 @@ class ServerConnection:
                 if answer.status != 200 and not (call.may_be_refused and answer.status == 400):
                     text = (await answer.text()).strip()
                     raise ServerLost(f"{where} answered {answer.status} {answer.reason}: {text[:500]}")
+                if call.answer is not None:
+                    return msgspec.json.decode(await answer.read(), type=call.answer)
                 # Some routes answer with a sentence or with nothing.
                 return await answer.json() if answer.content_type == _JSON else None
         except TimeoutError as error:
             raise ServerLost(f"{where}: no answer within {timeout_s:g} s") from error
+        except msgspec.DecodeError as error:
+            raise ServerLost(f"{where} answered with something that is no response: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{where}: {type(error).__name__} {error}".strip()) from error
 
@@ -193,3 +201,9 @@ class ServerConnection:
 
     async def _shut(self) -> None:
         await self._session.close()
+
+
+def _content(call: Call) -> dict[str, Any]:
+    if call.body is None:
+        return {}
+    return {"data": msgspec.json.encode(call.body), "headers": {"Content-Type": _JSON}}

@@ -13,9 +13,11 @@ import math
 import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from torchrl_grpo.errors import ConfigError
@@ -30,6 +32,27 @@ _START, _LOAD, _FINISH = "grpo_start_update", "grpo_load", "grpo_finish_update"
 _DESCRIBE = "grpo_describe"
 # Seconds for which SGLang waits for the last step of aborted requests before it drops its cache.
 _IDLE_S = 30
+
+
+class _Reason(msgspec.Struct):
+    type: str
+
+
+class _Span(msgspec.Struct):
+    version: str
+
+
+class _About(msgspec.Struct):
+    """What SGLang says of a response; of each token its log-probability, its id and nothing."""
+
+    finish_reason: _Reason
+    # A request that is aborted before its first token has no list of log-probabilities.
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    weight_versions: list[_Span] = []
+
+
+class _Response(msgspec.Struct):
+    meta_info: _About
 
 
 class SGLangApi:
@@ -49,19 +72,18 @@ class SGLangApi:
         }
         if request.seed is not None:
             sampling["sampling_seed"] = request.seed
-        return _generate(request.tokens, sampling)
+        return replace(_generate(request.tokens, sampling), answer=_Response)
 
-    def sampled(self, answer: Any) -> Sampled:
-        about = answer["meta_info"]
-        reason = about["finish_reason"]["type"]
-        # A request that is aborted before its first token has no list of log-probabilities.
-        entries = about.get("output_token_logprobs", ())
+    def sampled(self, answer: _Response) -> Sampled:
+        about = answer.meta_info
+        reason = about.finish_reason.type
+        entries = about.output_token_logprobs
         completion = Completion(
             [token for _, token, _ in entries],
             [_number(value) for value, _, _ in entries],
             "aborted" if reason == "abort" else reason,
         )
-        return Sampled(completion, {span["version"] for span in about.get("weight_versions", ())})
+        return Sampled(completion, {span.version for span in about.weight_versions})
 
     def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
         return _generate(prompt, {"max_new_tokens": 1, "temperature": 1.0}, top_logprobs_num=top_k)

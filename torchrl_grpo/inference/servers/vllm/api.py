@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from torchrl_grpo.inference.protocol import Completion, Request
 from torchrl_grpo.inference.servers.api import Likeliest, Sampled
@@ -16,6 +19,32 @@ _GENERATE, _CALL = "/inference/v1/generate", "/collective_rpc"
 _NOT_FINITE = -9999.0
 
 
+class _Entry(msgspec.Struct, gc=False):
+    """What vLLM says of a sampled token: an object of it for each, which garbage collection leaves alone."""
+
+    logprob: float
+    rank: int | None
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_Entry]
+
+
+class _Span(msgspec.Struct):
+    version: str
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _LogProbs
+    finish_reason: str
+    weight_versions: list[_Span] | None
+
+
+class _Response(msgspec.Struct):
+    choices: tuple[_Choice]
+
+
 class VLLMApi:
     """A :class:`~torchrl_grpo.inference.servers.api.ServerApi`."""
 
@@ -24,7 +53,7 @@ class VLLMApi:
 
     def generate(self, request: Request, end_token_ids: Sequence[int]) -> Call:
         """See :class:`ServerApi`. vLLM takes the end tokens from the model's folder."""
-        return _generate(
+        call = _generate(
             request.tokens,
             max_tokens=request.max_new_tokens,
             temperature=request.temperature,
@@ -33,16 +62,16 @@ class VLLMApi:
             stop_token_ids=list(request.stop_token_ids),
             logprobs=0,
         )
+        return replace(call, answer=_Response)
 
-    def sampled(self, answer: Any) -> Sampled:
-        (choice,) = answer["choices"]
-        reason = choice["finish_reason"]
+    def sampled(self, answer: _Response) -> Sampled:
+        (choice,) = answer.choices
         completion = Completion(
-            choice["token_ids"],
-            [_log_prob(entry) for entry in choice["logprobs"]["content"]],
-            "aborted" if reason == "abort" else reason,
+            choice.token_ids,
+            [_log_prob(entry.logprob, entry.rank) for entry in choice.logprobs.content],
+            "aborted" if choice.finish_reason == "abort" else choice.finish_reason,
         )
-        return Sampled(completion, {span["version"] for span in choice["weight_versions"] or ()})
+        return Sampled(completion, {span.version for span in choice.weight_versions or ()})
 
     def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
         # The sampled token comes first and counts, whether or not it is among the likeliest.
@@ -54,7 +83,7 @@ class VLLMApi:
         ranked = ranked[:top_k]
         return Likeliest(
             [entry["token_id"] for entry in ranked],
-            [_log_prob(entry) for entry in ranked],
+            [_log_prob(entry["logprob"], entry["rank"]) for entry in ranked],
             (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
         )
 
@@ -91,6 +120,5 @@ def _generate(tokens: Sequence[int], **sampling: Any) -> Call:
     return Call(_GENERATE, {"token_ids": list(tokens), "sampling_params": {"detokenize": False, **sampling}})
 
 
-def _log_prob(entry: dict[str, Any]) -> float:
-    value: float = entry["logprob"]
-    return math.nan if value == _NOT_FINITE and entry["rank"] is None else value
+def _log_prob(value: float, rank: int | None) -> float:
+    return math.nan if value == _NOT_FINITE and rank is None else value
