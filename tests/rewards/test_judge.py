@@ -483,7 +483,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"mode": "best"},
         "mode=best: it must be one of absolute, ranking; write reward.args.quality.mode=absolute",
     ),
-    ({"concurrency": 0}, "concurrency=0: it must be at least 1; write reward.args.quality.concurrency=16"),
+    ({"concurrency": 0}, "concurrency=0: it must be at least 1; write reward.args.quality.concurrency=256"),
     ({"concurrency": "many"}, "concurrency=many: it must be a whole number"),
     ({"timeout_s": 0}, "timeout_s=0: it must be greater than 0"),
     ({"retries": -1}, "retries=-1: it must be at least 0"),

@@ -81,7 +81,9 @@ class JudgeConfig:
         None,
         "Environment variable with the endpoint's key; null sends none. The key itself is never written.",
     )
-    concurrency: PositiveInt = key(16, "Largest number of requests at a time.")
+    concurrency: PositiveInt = key(
+        256, "Largest number of requests at a time; fewer for an endpoint that limits its rate."
+    )
     timeout_s: PositiveFloat = key(60.0, "Seconds that one request may take.")
     retries: NonNegativeInt = key(
         3,

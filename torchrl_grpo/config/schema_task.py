@@ -221,8 +221,8 @@ class RewardConfig:
     )
     workers: PositiveInt = key(
         1,
-        "Worker processes per reward. math_verify, reasoning_gym and each function of your own start this "
-        "many.",
+        "Calls of each reward at a time. math_verify, reasoning_gym and each function of your own start this "
+        "many processes. With 1, groups are scored one after the other.",
     )
     sandbox: bool = key(
         True,

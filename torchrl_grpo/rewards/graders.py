@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from torchrl_grpo.data.example import Example
@@ -196,6 +197,7 @@ class CountingGrader:
         rewards: rewards that score what is graded, closed with the grader; None without rewards of the user.
         name: what grades, for the user.
         notes: what the user should know about it.
+        workers: number of completions that are graded at a time.
     """
 
     def __init__(
@@ -204,11 +206,13 @@ class CountingGrader:
         rewards: RewardSet | MixtureRewardSet | None = None,
         name: str = "",
         notes: Sequence[str] = (),
+        workers: int = 1,
     ) -> None:
         self._inner = inner
         self._rewards = rewards
         self.name = name
         self.notes = tuple(notes)
+        self._workers = workers
         self.primary = inner.primary
         self.metrics = inner.metrics
         self.error_count = 0
@@ -222,7 +226,11 @@ class CountingGrader:
             scores = [ResponseScore(0.0)] * len(completions)
         else:
             scores = self._rewards.score(completions, examples)
-        grades = [self._grade(*each) for each in zip(completions, examples, scores, strict=True)]
+        if self._workers == 1:
+            grades = list(map(self._grade, completions, examples, scores))
+        else:
+            with ThreadPoolExecutor(self._workers, "grading") as threads:
+                grades = list(threads.map(self._grade, completions, examples, scores))
         self.error_count += sum(bool(grade.errors) for grade in grades)
         return grades
 

@@ -296,9 +296,11 @@ def build_grader(
             stack.callback(graders[name].close)
         stack.pop_all()
     if parts:
-        rewards = MixtureRewardSet(sets) if scores else None
-        return CountingGrader(MixtureGrader(graders), rewards, grader_name(cfg), notes)
-    return CountingGrader(graders[""], sets.get(""), grader_name(cfg), notes)
+        rewards: RewardSet | MixtureRewardSet | None = MixtureRewardSet(sets) if scores else None
+        grader: Grader = MixtureGrader(graders)
+    else:
+        rewards, grader = sets.get(""), graders[""]
+    return CountingGrader(grader, rewards, grader_name(cfg), notes, cfg.reward.workers)
 
 
 def _lacks_grader(cfg: Config, example: Example | None) -> bool:

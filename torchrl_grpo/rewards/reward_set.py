@@ -32,8 +32,8 @@ class RewardSet:
         rewards: pairs of reward and weight. A reward of weight 0 is logged only.
         on_error: unweighted value of a reward that raises. A :class:`~torchrl_grpo.rewards.types.NoVerdict`
             has its own.
-        workers: number of calls of a reward that run in parallel, unless the reward says so itself. A call
-            has one completion, or those of a group if the reward takes a batch.
+        workers: number of calls of a reward that run in parallel, of all groups together, unless the reward
+            says so itself. A call has one completion, or those of a group if the reward takes a batch.
         group_size: number of responses in a group. Without it, neighbors with the same problem are a group.
         borrowed: names of rewards that are not closed with this set.
     """
@@ -52,6 +52,7 @@ class RewardSet:
         self._group_size = group_size
         self._borrowed = borrowed
         self._lock = threading.Lock()
+        self._workers = workers
         self._threads = ThreadPoolExecutor(workers, "reward") if workers > 1 else None
         self._own_threads = {
             reward.name: ThreadPoolExecutor(reward.parallel_calls, reward.name)
@@ -72,11 +73,13 @@ class RewardSet:
 
     @property
     def parallel_calls(self) -> int:
-        """Number of groups that should be scored at a time: 1, unless a reward waits for somebody else."""
-        return max(
-            [reward.parallel_calls for reward, _ in self._rewards if isinstance(reward, WaitingReward)],
-            default=1,
-        )
+        """Number of groups that should be scored at a time.
+
+        So many keep every worker busy, also if a call has a whole group, and a call that hangs holds up its
+        own group alone. A single worker gets one group after the other: a reward may have a state.
+        """
+        own = [reward.parallel_calls for reward, _ in self._rewards if isinstance(reward, WaitingReward)]
+        return max([self._workers, *own])
 
     def get(self, name: str) -> Reward | None:
         """Return the reward of that name, or None. This set still owns and closes it."""

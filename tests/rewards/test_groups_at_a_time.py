@@ -1,0 +1,98 @@
+"""How many groups and held-out responses are scored at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
+from torchrl_grpo.rewards.types import ResponseScore, Reward
+
+GROUPS = [[Example(name, [], {}, {})] * 2 for name in ("first", "second", "third")]
+
+
+class Length:
+    name = "length"
+
+    def __call__(self, completion: str, example: Example) -> float:
+        return float(len(completion))
+
+
+class Hanging(Length):
+    """Hangs on the first group until the others are scored; with ``score_batch``, one call for each group."""
+
+    def __init__(self) -> None:
+        self.others_are_scored = threading.Event()
+
+    def score_batch(self, completions: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        if examples[0].id == "first":
+            assert self.others_are_scored.wait(60)
+        return [float(len(completion)) for completion in completions]
+
+
+class Waiting(Length):
+    name = "waiting"
+    parallel_calls = 5
+
+    def score_batch(self, completions: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "workers", "groups"),
+    [([Length()], 1, 1), ([Length()], 3, 3), ([Length(), Waiting()], 3, 5), ([Length(), Waiting()], 8, 8)],
+)
+def test_as_many_groups_are_scored_as_keep_the_workers_busy(
+    rewards: list[Reward], workers: int, groups: int
+) -> None:
+    with closing(RewardSet([(reward, 1.0) for reward in rewards], workers=workers)) as made:
+        assert made.parallel_calls == groups
+        assert MixtureRewardSet({"part": made, "other": RewardSet([])}).parallel_calls == groups
+
+
+def test_a_call_that_hangs_holds_up_its_own_group_alone() -> None:
+    reward = Hanging()
+    with (
+        closing(RewardSet([(reward, 1.0)], workers=2, group_size=2)) as rewards,
+        ThreadPoolExecutor(rewards.parallel_calls) as threads,
+    ):
+        first, *others = [threads.submit(rewards.score, ["a", "ab"], group) for group in GROUPS]
+        assert [[score.total for score in other.result(60)] for other in others] == [[1.0, 2.0]] * 2
+        assert not first.done()
+        reward.others_are_scored.set()
+        assert [score.total for score in first.result(60)] == [1.0, 2.0]
+
+
+class Pairs:
+    """Grades a completion only while another one is graded; the third has none."""
+
+    primary = "right"
+    metrics: tuple[str, ...] = ("right",)
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2)
+
+    def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
+        self.both.wait(60)
+        if completion == "wrong":
+            raise ValueError("no grade")
+        return {"right": float(completion)}
+
+    def weights(self, example: Example) -> dict[str, float]:
+        return {"right": 1.0}
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def test_held_out_responses_are_graded_side_by_side_in_their_order() -> None:
+    grader = CountingGrader(Pairs(), workers=2)
+    grades = grader.grade(["0.1", "0.2", "wrong", "0.4"], [*GROUPS[0], *GROUPS[1]])
+    assert [grade.metrics["right"] for grade in grades] == [0.1, 0.2, 0.0, 0.4]
+    assert grader.error_count == 1
