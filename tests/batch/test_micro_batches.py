@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from rounding import EQUAL, EXACT
 from tensordict import TensorDict
 
-from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, first_fit_decreasing, split_evenly
+from torchrl_grpo.batch.micro_batches import (
+    MicroBatch,
+    TokenBudget,
+    first_fit_decreasing,
+    partition_balanced,
+    split_evenly,
+)
 from torchrl_grpo.batch.schema import token_counts
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -45,6 +51,27 @@ def test_first_fit_decreasing_keeps_its_promise(costs: list[int], budget: int) -
 
 def test_packing_is_by_hand() -> None:
     assert first_fit_decreasing({0: 4, 1: 8, 2: 1, 3: 4, 4: 2, 5: 1}, 10) == [(1, 4), (0, 2, 3, 5)]
+
+
+@given(st.lists(st.integers(0, 20), max_size=60), st.integers(20, 50), st.integers(1, 9))
+def test_rows_go_where_a_search_of_all_bins_and_shares_puts_them(
+    costs: list[int], budget: int, shares: int
+) -> None:
+    bins: list[list[int]] = []
+    loads = [0] * shares
+    parts: list[list[int]] = [[] for _ in loads]
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        fits = [rows for rows in bins if sum(costs[other] for other in rows) + costs[row] <= budget]
+        if not fits:
+            bins.append([])
+            fits = bins[-1:]
+        fits[0].append(row)
+        least = loads.index(min(loads))
+        parts[least].append(row)
+        loads[least] += costs[row]
+    expected = [tuple(sorted(rows)) for rows in bins]
+    assert first_fit_decreasing(dict(enumerate(costs)), budget) == expected
+    assert partition_balanced(costs, shares) == [sorted(part) for part in parts]
 
 
 @pytest.mark.parametrize("shares", [True, False])

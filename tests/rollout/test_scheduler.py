@@ -103,10 +103,7 @@ class Simulation:
         return self.outcome
 
     def dispatch(self) -> None:
-        for number in range(self.plan.workers):
-            call = self.scheduler.next_call(number)
-            if call is None:
-                continue
+        for number, call in self.scheduler.next_calls():
             speed = self.plan.slow_worker if number == 0 else 1.0
             if self.random.random() < self.plan.death:
                 self.later(self.random.random(), ("die", number, self.lives[number]))
@@ -114,6 +111,11 @@ class Simulation:
                 # A worker gets copies of its groups.
                 given = copy.deepcopy(call) if isinstance(call, GenerateGroups) else call
                 self.later(speed * self.random.random(), ("done", number, self.lives[number], given))
+        for number in range(self.plan.workers):
+            assert self.scheduler.next_call(number) is None, "a worker that nobody looked at has work"
+        loading = [isinstance(worker.call, LoadWeights) for worker in self.scheduler.workers]
+        current = [worker.loaded_weights is self.scheduler.newest for worker in self.scheduler.workers]
+        assert self.scheduler.is_loading == any(loading) and self.scheduler.all_loaded == all(current)
 
     def handle(self, kind: str, number: int, life: int, *rest: object) -> None:
         if kind == "trained":
@@ -212,6 +214,8 @@ class Simulation:
         assert books.max_age is not None
         assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.outstanding
         assert set(books.accepted) == set(self.accepted)
+        held = [*books.accepted.values(), *(v for v in books.running.values() if v is not None)]
+        assert all(books._no_older_than <= version for version in held)
         assert books.outstanding <= (books.max_age + 1) * books.groups_per_round
 
 

@@ -94,7 +94,7 @@ def test_a_finished_group_that_became_too_old_is_recorded_with_the_reason(
 
     def expire_the_sixth_group_too(tracker: StalenessTracker) -> list[int]:
         if 5 in tracker.accepted:
-            tracker.accepted[5] = -9
+            tracker.accepted[5] = tracker._held(-9)
         return expire(tracker)
 
     monkeypatch.setattr(StalenessTracker, "expire", expire_the_sixth_group_too)

@@ -5,6 +5,7 @@ Axes: ``P`` groups, ``G`` responses per group.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,17 +209,20 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
     Returns:
         Bins; the rows of each are in ascending order.
     """
-    bins: list[list[int]] = []
-    left: list[int] = []
+    bins: list[list[int]] = [[] for _ in costs]
+    # A tree with the room of each bin in its leaves, and in each other node the larger of the two below it.
+    leaves = 1 << max(0, len(costs) - 1).bit_length()
+    room = [budget] * (2 * leaves)
     for row, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
-        place = next((index for index, room in enumerate(left) if cost <= room), None)
-        if place is None:
-            bins.append([row])
-            left.append(budget - cost)
-        else:
-            bins[place].append(row)
-            left[place] -= cost
-    return [tuple(sorted(rows)) for rows in bins]
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += room[node] < cost
+        bins[node - leaves].append(row)
+        room[node] -= cost
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [tuple(sorted(rows)) for rows in bins if rows]
 
 
 def split_evenly(groups: int, samples: int, pieces: int, full_groups: int) -> list[MicroBatch]:
@@ -259,9 +263,9 @@ def partition_balanced(costs: Sequence[int], shares: int) -> list[list[int]]:
         The rows of each share in ascending order.
     """
     rows: list[list[int]] = [[] for _ in range(shares)]
-    loads = [0] * shares
+    loads = [(0, share) for share in range(shares)]
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
-        least = min(range(shares), key=lambda share: (loads[share], share))
+        load, least = loads[0]
         rows[least].append(row)
-        loads[least] += costs[row]
+        heapq.heapreplace(loads, (load + costs[row], least))
     return [sorted(share) for share in rows]

@@ -108,6 +108,8 @@ class Dispatcher:
         self._incarnations = [0] * count
         # By worker: deadline by the monotonic clock, and the number of seconds allowed.
         self._deadlines: dict[int, tuple[float, float]] = {}
+        # No deadline is earlier than this.
+        self._first_deadline = math.inf
         self._round_future: Future[list[ScoredGroup]] | None = None
         self._pending_futures: set[Future[Any]] = set()
         self._error: BaseException | None = None
@@ -243,8 +245,8 @@ class Dispatcher:
         results: list[Future[Any]] = [self._new_future() for _ in commands]
 
         def post() -> None:
-            for worker, command, result in zip(self.scheduler.workers, commands, results, strict=False):
-                worker.tasks.append(Task(command, result.set_result))
+            for worker_index, (command, result) in enumerate(zip(commands, results, strict=True)):
+                self.scheduler.add_task(worker_index, Task(command, result.set_result))
 
         self._inbox.put(post)
         for result in results:
@@ -287,8 +289,9 @@ class Dispatcher:
                 return
 
     def _process_next_event(self) -> None:
-        deadline = math.inf if self.reference is None else self.reference.deadline()
-        deadline = min(deadline, *(until for until, _ in self._deadlines.values()), math.inf)
+        deadline = self._first_deadline
+        if self.reference is not None:
+            deadline = min(deadline, self.reference.deadline())
         try:
             wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             self._inbox.get(timeout=wait)()
@@ -298,10 +301,8 @@ class Dispatcher:
         if self._loads_ended is not None and not self.scheduler.is_loading:
             ended, self._loads_ended = self._loads_ended, None
             ended.set_result(None)
-        for worker_index in range(len(self.scheduler.workers)):
-            call = self.scheduler.next_call(worker_index)
-            if call is not None:
-                self._send(worker_index, call)
+        for worker_index, call in self.scheduler.next_calls():
+            self._send(worker_index, call)
 
     def _start_all(self, ready: Future[None]) -> None:
         self._starting = ready
@@ -316,7 +317,9 @@ class Dispatcher:
         )
 
     def _set_deadline(self, worker_index: int, seconds: float) -> None:
-        self._deadlines[worker_index] = time.monotonic() + seconds, seconds
+        until = time.monotonic() + seconds
+        self._deadlines[worker_index] = until, seconds
+        self._first_deadline = min(self._first_deadline, until)
 
     def _on_worker_started(self, worker_index: int) -> None:
         self.scheduler.on_worker_started(worker_index)
@@ -374,8 +377,8 @@ class Dispatcher:
         self.scheduler.on_weights_loaded(worker_index, weights, interrupted)
         delivery: WorkerDelivery = weights.delivery
         delivery.results_queue.put(probe_result)
-        all_loaded = all(worker.loaded_weights is weights for worker in self.scheduler.workers)
-        if all_loaded and not delivery.all_loaded_future.done():
+        is_newest = weights is self.scheduler.newest
+        if is_newest and self.scheduler.all_loaded and not delivery.all_loaded_future.done():
             delivery.all_loaded_future.set_result(None)
 
     def _on_groups_generated(self, worker_index: int, result: Any) -> None:
@@ -468,6 +471,7 @@ class Dispatcher:
             if until <= now:
                 del self._deadlines[worker_index]
                 self._on_worker_failed(worker_index, TimeoutError(f"no answer within {allowed:g} s"))
+        self._first_deadline = min((until for until, _ in self._deadlines.values()), default=math.inf)
 
     def _on_worker_failed(self, worker_index: int, error: BaseException) -> None:
         if self._max_restarts is None or (isinstance(error, UserError) and self._starting is not None):

@@ -18,6 +18,7 @@ The dispatcher turns a :class:`LoadWeights` into the command ``LoadWeightsComman
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -138,11 +139,55 @@ class Scheduler:
         # Groups that were issued but have no worker now: interrupted by new weights, lost with a worker, or
         # unfinished in the checkpoint that the run was resumed from.
         self._queue: dict[int, Group] = {}
+        # The same numbers as a heap, with some that are no longer in the queue.
+        self._queue_order: list[int] = []
+        # Workers that load weights, and those that have not loaded the newest ones.
+        self._loading: set[int] = set()
+        self._behind = set(range(num_workers))
+        # Workers whose own state has changed since next_calls() looked at them, and what it saw then of the
+        # state that all share.
+        self._changed: set[int] = set()
+        self._seen: tuple[object, ...] | None = None
 
     @property
     def is_loading(self) -> bool:
         """Whether a worker loads weights now."""
-        return any(isinstance(worker.call, LoadWeights) for worker in self.workers)
+        return bool(self._loading)
+
+    @property
+    def all_loaded(self) -> bool:
+        """Whether every worker has loaded the newest weights."""
+        return not self._behind
+
+    def next_calls(self) -> Iterator[tuple[int, Call]]:
+        """Yield what workers do next, as :meth:`next_call` says, by their numbers.
+
+        Workers that nothing has changed for are not looked at again. So an event costs the same however many
+        workers there are.
+        """
+        changed, self._changed = self._changed, set()
+        for worker_index in range(len(self.workers)) if self._shared() != self._seen else sorted(changed):
+            call = self.next_call(worker_index)
+            if call is not None:
+                yield worker_index, call
+        self._seen = self._shared()
+
+    def _shared(self) -> tuple[object, ...]:
+        """Return all that :meth:`next_call` depends on, but for the worker's own state."""
+        return (
+            self.newest,
+            self.loading_blocked,
+            self.round_requested,
+            self.may_run_ahead,
+            self.tracker.training_rounds,
+            self.tracker.outstanding,
+            len(self._queue),
+        )
+
+    def add_task(self, worker_index: int, task: Task) -> None:
+        """Have a worker run a command with the newest weights."""
+        self.workers[worker_index].tasks.append(task)
+        self._changed.add(worker_index)
 
     def next_call(self, worker_index: int) -> Call | None:
         """What worker ``worker_index`` does next, None for nothing; the worker is marked as busy with it."""
@@ -150,7 +195,27 @@ class Scheduler:
         if not worker.ready or worker.call is not None or self.newest is None:
             return None
         worker.call = self._choose(worker, self.newest)
+        if isinstance(worker.call, LoadWeights):
+            self._loading.add(worker_index)
         return worker.call
+
+    def _end_call(self, worker_index: int) -> WorkerState:
+        """Note that a worker's call has ended, and return the worker."""
+        worker = self.workers[worker_index]
+        worker.call = None
+        self._loading.discard(worker_index)
+        self._changed.add(worker_index)
+        return worker
+
+    def _enqueue(self, group: Group) -> None:
+        self._queue[group.group_id] = group
+        heapq.heappush(self._queue_order, group.group_id)
+
+    def _dequeue(self) -> Group:
+        """Return the group of the queue with the smallest number."""
+        while (group_id := heapq.heappop(self._queue_order)) not in self._queue:
+            pass
+        return self._queue.pop(group_id)
 
     def _choose(self, worker: WorkerState, newest: PublishedWeights) -> Call | None:
         current = worker.loaded_weights is newest
@@ -171,7 +236,7 @@ class Scheduler:
             self.round_requested or self.may_run_ahead
         ):
             if self._queue:
-                group = self._queue.pop(min(self._queue))
+                group = self._dequeue()
             elif self.tracker.num_admissible(version) > 0:
                 group = self._new_group(self.tracker.register_group())
             else:
@@ -183,8 +248,7 @@ class Scheduler:
 
     def on_groups_generated(self, worker_index: int, finished: list[Group]) -> list[Group]:
         """Record the groups that a worker has finished; return those that were not dropped."""
-        worker = self.workers[worker_index]
-        worker.call = None
+        worker = self._end_call(worker_index)
         return [group for group in finished if worker.running.pop(group.group_id, None) is not None]
 
     def on_weights_loaded(
@@ -197,27 +261,27 @@ class Scheduler:
             weights: the weights that it holds now.
             interrupted: groups that the worker gave up; empty if it continues them.
         """
-        worker = self.workers[worker_index]
-        worker.call = None
+        worker = self._end_call(worker_index)
         worker.loaded_weights = weights
+        if weights is self.newest:
+            self._behind.discard(worker_index)
         for group in interrupted:
             if worker.running.pop(group.group_id, None) is not None:
-                self._queue[group.group_id] = group
+                self._enqueue(group)
 
     def on_load_postponed(self, worker_index: int) -> None:
         """Record that the trainer did not send weights to worker ``worker_index`` for now.
 
         Once loading is not blocked, :meth:`next_call` tells the worker to load them again.
         """
-        self.workers[worker_index].call = None
+        self._end_call(worker_index)
 
     def on_task_done(self, worker_index: int, result: Any) -> None:
         """Record the result of a task.
 
         None means that the worker has not finished it: the task stays queued and the worker is called again.
         """
-        worker = self.workers[worker_index]
-        worker.call = None
+        worker = self._end_call(worker_index)
         if result is None:
             return
         worker.tasks.popleft().deliver(result)
@@ -228,32 +292,37 @@ class Scheduler:
         On Ray its groups begin again as they were assigned. With servers, finished responses are kept, and
         others go on from their last interruption, or from their first token if there was none.
         """
-        worker = self.workers[worker_index]
+        worker = self._end_call(worker_index)
+        self._behind.add(worker_index)
         for group in worker.running.values():
             if group.oldest_version is None:
                 self.tracker.restart(group.group_id)
-            self._queue[group.group_id] = group
+            self._enqueue(group)
         # The next worker of this number repeats the tasks that the trainer waits for.
         self.workers[worker_index] = WorkerState(tasks=worker.tasks)
 
     def on_worker_started(self, worker_index: int) -> None:
         """Record that worker ``worker_index`` can be called."""
         self.workers[worker_index].ready = True
+        self._changed.add(worker_index)
 
     def publish(self, weights: PublishedWeights) -> None:
         """Make ``weights`` those that every worker must hold."""
         self.newest = weights
+        self._behind = set(range(len(self.workers)))
 
     def expire(self) -> list[int]:
         """Drop groups that are too old for the next round, wherever they are; return their ids."""
         gone = self.tracker.expire()
         for group_id in gone:
             self._queue.pop(group_id, None)
-            for worker in self.workers:
+            for worker_index, worker in enumerate(self.workers):
                 if worker.running.pop(group_id, None) is not None:
                     worker.dropped.append(group_id)
+                    self._changed.add(worker_index)
         return gone
 
     def reissue(self, group_ids: list[int]) -> None:
         """Start the unfinished groups of a checkpoint again, from their first token."""
-        self._queue |= {group_id: self._new_group(group_id) for group_id in group_ids}
+        for group_id in group_ids:
+            self._enqueue(self._new_group(group_id))

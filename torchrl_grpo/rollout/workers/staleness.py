@@ -26,6 +26,7 @@ A group that takes longer than all others may still miss its last round. It is t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,8 @@ class StalenessTracker:
     dropped_filter: int = 0
     running: dict[int, int | None] = field(default_factory=dict)
     accepted: dict[int, int] = field(default_factory=dict)
+    # No group that runs or is accepted has an older version than this, in rounds.
+    _no_older_than: float = math.inf
 
     @property
     def outstanding(self) -> int:
@@ -93,7 +96,7 @@ class StalenessTracker:
 
         If the worker continues a group, ``version`` is the one that sampled the group's oldest token.
         """
-        self.running[group_id] = self.in_rounds(version)
+        self.running[group_id] = self._held(version)
 
     def restart(self, group_id: int) -> None:
         """The group will be sampled anew from its first token."""
@@ -113,10 +116,18 @@ class StalenessTracker:
         round.
         """
         del self.running[group_id]
-        self.accepted[group_id] = self.in_rounds(version)
+        self.accepted[group_id] = self._held(version)
+
+    def _held(self, version: int) -> int:
+        """Return a version in rounds, and note that a group has it."""
+        rounds = self.in_rounds(version)
+        self._no_older_than = min(self._no_older_than, rounds)
+        return rounds
 
     def expire(self) -> list[int]:
         """Drop every group that is too old for the next round, running or accepted; return their numbers."""
+        if self.max_age is None or self.training_rounds - self._no_older_than <= self.max_age:
+            return []
         held: Iterable[dict[int, Any]] = (self.running, self.accepted)
         gone = [
             (groups, group_id)
@@ -127,6 +138,8 @@ class StalenessTracker:
         for groups, group_id in gone:
             del groups[group_id]
         self.dropped_age += len(gone)
+        versions = [*self.accepted.values(), *(v for v in self.running.values() if v is not None)]
+        self._no_older_than = min(versions, default=math.inf)
         return [group_id for _, group_id in gone]
 
     def take(self) -> list[int] | None:
@@ -137,9 +150,9 @@ class StalenessTracker:
         Returns:
             Their numbers in ascending order; None if fewer than B groups are accepted.
         """
-        assert not any(map(self.too_old, self.accepted.values())), "expire() must come first"
         if len(self.accepted) < self.groups_per_round:
             return None
+        assert not any(map(self.too_old, self.accepted.values())), "expire() must come first"
         oldest_first = sorted(self.accepted, key=lambda group_id: (self.accepted[group_id], group_id))
         chosen = sorted(oldest_first[: self.groups_per_round])
         for group_id in chosen:
@@ -199,3 +212,4 @@ class StalenessTracker:
             setattr(self, name, state[name])
         self.running = dict.fromkeys(state["running"])
         self.accepted = dict(state["accepted"])
+        self._no_older_than = min(self.accepted.values(), default=math.inf)

@@ -64,6 +64,8 @@ class RolloutWorker:
         self.temperature = temperature
         self._clock = clock
         self._groups: dict[int, Group] = {}
+        # Groups that may have finished since step() was called last.
+        self._extended: set[int] = set()
         self._num_sampled = 0
         # Responses of the evaluation that is under way.
         self._answers: dict[Hashable, Completion] | None = None
@@ -104,12 +106,16 @@ class RolloutWorker:
                 # that results are reproducible.
                 self.engine.reset_cache()
             self._groups |= {group.group_id: group for group in groups}
+            self._extended |= {group.group_id for group in groups}
             self._submit(groups)
         result = GroupsResult()
         while self._groups and not result.finished and self._clock() - start < MAX_CALL_S:
             for key, completion in self.engine.step():
                 self._extend(key, completion)
-            result.finished = [group for group in self._groups.values() if group.is_finished]
+            extended, self._extended = self._extended, set()
+            result.finished = [
+                group for number, group in self._groups.items() if number in extended and group.is_finished
+            ]
         for group in result.finished:
             del self._groups[group.group_id]
         result.tokens, self._num_sampled = self._num_sampled, 0
@@ -175,6 +181,7 @@ class RolloutWorker:
     def _extend(self, key: Hashable, completion: Completion) -> None:
         assert isinstance(key, tuple)
         group, sample = key
+        self._extended.add(group)
         self._groups[group].responses[sample].extend(completion, self.engine.policy_version)
         # None means that the model sampled every token, and none came from an environment.
         sampled = completion.sampled
