@@ -160,7 +160,7 @@ def _rewards(responses: int) -> float:
     return spent
 
 
-def _waiting(tokens: int) -> tuple[Collector, Dispatcher]:
+def waiting(tokens: int) -> tuple[Collector, Dispatcher]:
     """Return a collector for which groups with so many tokens wait."""
     dispatcher, _ = _make_dispatcher(4)
     groups = [_group(number, 500) for number in range(tokens // (500 * _SAMPLES))]
@@ -175,7 +175,7 @@ def _waiting(tokens: int) -> tuple[Collector, Dispatcher]:
 
 def _frozen(tokens: int) -> float:
     """Return the time for which the dispatcher does nothing else while so many tokens are saved."""
-    collector, dispatcher = _waiting(tokens)
+    collector, dispatcher = waiting(tokens)
     longest, stop = [0.0], threading.Event()
 
     def watch() -> None:
@@ -195,7 +195,7 @@ def _frozen(tokens: int) -> float:
 
 def _resume(tokens: int) -> float:
     """Return the time in which so many waiting tokens are read from a checkpoint."""
-    collector, dispatcher = _waiting(tokens)
+    collector, dispatcher = waiting(tokens)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(collector.state_dict(), Path(folder) / "state.pt")
         start = time.perf_counter()

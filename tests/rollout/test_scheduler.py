@@ -396,4 +396,3 @@ def test_a_response_knows_the_version_behind_each_of_its_tokens() -> None:
     group = Group(0, [9], 0, [response, Response()])
     assert response.versions == [3, 3, 6] and response.finish_reason == "stop"
     assert group.oldest_version == 3 and not group.is_finished
-    assert Group.from_state_dict(group.state_dict()) == group

@@ -16,7 +16,7 @@ from torchrl_grpo.envs.chat import prompt_pictures
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.models.lora import merged_weights
-from torchrl_grpo.rewards.types import ResponseScore
+from torchrl_grpo.rollout import saved_groups
 from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
@@ -64,10 +64,10 @@ class GroupSource:
             prompt.pictures,
         )
 
-    def restored(self, state: dict[str, Any]) -> Group:
-        """Return a group of a checkpoint."""
-        example = self.env.stream.at(state["group_id"])
-        return Group.from_state_dict(state, prompt_pictures(self.tokenizer, example, state["prompt"]))
+    def read_pictures(self, group: Group) -> None:
+        """Give a group of a checkpoint the pictures of its prompt, which checkpoints do not have."""
+        example = self.env.stream.at(group.group_id)
+        group.pictures = prompt_pictures(self.tokenizer, example, group.prompt)
 
     def score_rewards(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return finished groups with their texts and rewards."""
@@ -323,23 +323,16 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Counts of the tracker, and every group that waits for the trainer; running groups start again."""
 
-        def read() -> dict[str, Any]:
-            accepted = [
-                {
-                    "group": scored.group.state_dict(),
-                    "texts": scored.texts,
-                    "scored": [
-                        [score.total, dict(score.parts), dict(score.errors), dict(score.verdicts)]
-                        for score in scored.scores
-                    ],
-                    "reference": scored.reference,
-                }
-                for _, scored in sorted(self._dispatcher.accepted.items())
-            ]
-            restarts = self._dispatcher.stats.restarts
-            return {TRACKER_KEY: self._tracker.state_dict(), "accepted": accepted, "restarts": restarts}
+        def read() -> tuple[dict[str, Any], list[ScoredGroup]]:
+            counts = {
+                TRACKER_KEY: self._tracker.state_dict(),
+                "restarts": self._dispatcher.stats.restarts,
+            }
+            return counts, [scored for _, scored in sorted(self._dispatcher.accepted.items())]
 
-        return self._dispatcher.run_in_thread(read)
+        # Nothing changes an accepted group, so workers go on while it is converted here.
+        counts, accepted = self._dispatcher.run_in_thread(read)
+        return counts | saved_groups.to_state(accepted)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`.
@@ -350,15 +343,9 @@ class Collector:
         """
         if TRACKER_KEY not in state:
             state = self._from_rounds(state)
-        accepted = [
-            ScoredGroup(
-                self.source.restored(entry["group"]),
-                entry["texts"],
-                [ResponseScore(*score) for score in entry["scored"]],
-                entry.get("reference"),
-            )
-            for entry in state["accepted"]
-        ]
+        accepted = saved_groups.from_state(state)
+        for scored in accepted:
+            self.source.read_pictures(scored.group)
         self._sync_reference_log_probs(accepted)
 
         def write() -> None:

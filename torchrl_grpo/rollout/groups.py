@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
@@ -84,25 +83,6 @@ class Group:
     def oldest_version(self) -> int | None:
         """The smallest version among all tokens; None before the first token."""
         return min((min(response.versions) for response in self.responses if response.versions), default=None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values only, without the pictures."""
-        state = asdict(replace(self, pictures=None))
-        del state["pictures"]
-        return state
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any], pictures: PromptPictures | None = None) -> Group:
-        """Restore a group from :meth:`state_dict`, with its pictures."""
-        problem = state.get("problem")
-        responses = [_restore(response) for response in state["responses"]]
-        restored = {"responses": responses, "problem": problem and Example(**problem), "pictures": pictures}
-        return cls(**{**state, **restored})
-
-
-def _restore(state: dict[str, Any]) -> Response:
-    record = state.get("record")
-    return Response(**{**state, "record": record and EpisodeRecord(**record)})
 
 
 @dataclass
