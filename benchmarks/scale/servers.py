@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import resource
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.scale.parts import Part, microseconds, seconds
+from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.protocol import Request
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection
-from torchrl_grpo.inference.servers.transfer_types import Opening
+from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
 from torchrl_grpo.inference.servers.vllm.api import VLLMApi
 from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.servers.weight_stream import Halves, StreamReader, WeightStream
 
 _TOKENS = 1_000
-# A model of 7B parameters in bfloat16, and its number of tensors.
-_MODEL_BYTES, _MODEL_TENSORS = 15_200_000_000, 339
-# Most halves that a publication is measured with; the cost of the others is the same.
-_MOST_HALVES = 16
 
 
 @contextmanager
@@ -91,54 +88,72 @@ def _answers(tokens: int) -> float:
         return time.process_time() - start
 
 
-class _NoHalves(Halves):
-    """Halves that hold no bytes, with the descriptions that a model of 7B parameters has."""
+class _Announced(Channel):
+    """A channel as NCCL is: each server is told once to receive, and gets no bytes here."""
+
+    on_this_machine = False
+    by_cpu = False
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], stream: WeightStream) -> bool:
+        """Tell all servers of the pass."""
+        opening = Opening("nccl", {"host": "127.0.0.1", "port": 1, "rank": 1, "size": 2, "room": 2**25})
+        stream.announce(dict.fromkeys(stream.readers(), opening))
+        return True
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _NoBytes(Halves):
+    """The halves of a transfer buffer, each of which is described and not written."""
 
     on_this_machine = True
     by_cpu = False
-    room = 1
+    room = weight_files.BUCKET_BYTES // 2
+    most_room = weight_files.MOST_BYTES
 
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
-
-    def open(self, servers: Sequence[Hashable]) -> Mapping[Hashable, Opening]:
-        return {}
-
-    def write(self, slot: int, pieces: Any) -> Bucket:
-        entry = ("model.layers.0.mlp.up_proj.weight", "bfloat16", (18_944, 3_584), 0, 0, 16_777_216)
-        return Bucket("", (entry,) * self._entries, slot=slot)
+    def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
+        entries = [(each.name, "bfloat16", each.shape, 0, each.first, len(each.content)) for each in pieces]
+        return Bucket("", tuple(entries), slot=slot)
 
     def close(self) -> None:
         """Nothing to delete."""
 
 
-def _publication(servers: int) -> float:
-    """Return the processor time of a publication of 7B parameters to servers, without its bytes."""
-    halves = math.ceil(_MODEL_BYTES / (weight_files.BUCKET_BYTES // 2))
-    measured = min(halves, _MOST_HALVES)
+def _publish(servers: int, channel: Channel, weights: Sequence[tuple[str, Tensor]]) -> float:
+    """Return the processor time of a publication, but for its bytes."""
     with _server(1, servers) as connections:
         engines = _engines(connections)
-        entries = math.ceil(_MODEL_TENSORS / halves)
-        weights = [(str(number), torch.zeros(1)) for number in range(measured)]
-        stream = WeightStream(weights, _NoHalves(entries), lambda error: error)
+        stream = WeightStream(weights, channel, lambda error: error)
         ended: Future[None] = Future()
-        left = [servers]
+        loaded = itertools.count(1)
         lock = threading.Lock()
 
-        def read(engine: ServerEngine, reader: StreamReader) -> None:
-            engine.update(reader)
+        def load(engine: ServerEngine, reader: StreamReader) -> None:
+            engine.load_weights(reader)
             reader.mark_done()
             with lock:
-                left[0] -= 1
-                if not left[0]:
+                if next(loaded) == servers:
                     ended.set_result(None)
 
         readers = [stream.reader_for(number) for number in range(servers)]
         start = time.process_time()
         for each in zip(engines, readers, strict=True):
-            threading.Thread(target=read, args=each, daemon=True).start()
+            threading.Thread(target=load, args=each, daemon=True).start()
         stream.send_until(ended)
-        return (time.process_time() - start) * halves / measured
+        return time.process_time() - start
+
+
+def _by_nccl(servers: int) -> float:
+    return _publish(servers, _Announced(), [])
+
+
+def _by_shared_memory(gigabytes: int) -> float:
+    """Return the processor time for 8 servers and a model of so many bytes in bfloat16."""
+    rows, width = 18_944, 3_584
+    tensors = -(-gigabytes * 10**9 // (rows * width * 2))
+    tensor = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    return _publish(8, _NoBytes(), [(f"model.layers.{n}.mlp.up_proj.weight", tensor) for n in range(tensors)])
 
 
 def _small_calls(seconds: float) -> tuple[float, float]:
@@ -185,8 +200,13 @@ PARTS = {
     "answers": Part(
         "answers of servers", "tokens", (40_000, 160_000, 640_000), _answers, microseconds("token")
     ),
-    "publication": Part(
-        "control of a publication of 7B parameters", "servers", (8, 32, 128), _publication, seconds
+    "publication": Part("control of a publication by NCCL", "servers", (16, 64, 256), _by_nccl, seconds),
+    "halves": Part(
+        "control of a publication to 8 servers in shared memory",
+        "GB",
+        (1, 4, 16),
+        _by_shared_memory,
+        seconds,
     ),
     "calls": Part(
         "small operators of the trainer beside 8 servers",

@@ -522,6 +522,7 @@ def test_tensors_come_out_of_files_as_they_went_in(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", size)
+    monkeypatch.setattr(weight_files, "MOST_BYTES", size)
     sent = weights_in_all_formats()
     files = WeightFiles(tmp_path).write(sent.items())
     # As over the wire, and read after the files are gone.

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,49 @@ def test_servers_get_all_weights_in_one_pass_and_later_ones_get_them_again(
     thread.join()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
     assert len(files) == 2 and sum(path.stat().st_size for path in files) <= 4096 + 1024
+
+
+def test_a_half_wakes_each_server_once(stream: WeightStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[None] = []
+    has_news = WeightStream._has_news_for
+
+    def counted(self: WeightStream, server_pass: Any) -> bool:
+        looks.append(None)
+        return has_news(self, server_pass)
+
+    monkeypatch.setattr(WeightStream, "_has_news_for", counted)
+    servers = [Reads(stream.reader_for(number)) for number in range(16)]
+    ended: Future[None] = Future()
+
+    def end() -> None:
+        assert all(has_all(server) for server in servers)
+        ended.set_result(None)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    stream.send_until(ended)
+    thread.join()
+    halves = len(list(divide(WEIGHTS.items(), 2048)))
+    # It looks before it waits and when it is woken: for each half, and for the beginning and the end.
+    assert len(looks) <= 16 * 2 * (halves + 4)
+
+
+def test_many_weights_travel_in_larger_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [(f"w{number}", torch.zeros(64, 16)) for number in range(200)]
+    sizes = [
+        sum(piece.content.nbytes for piece in pieces) for pieces in divide(weights, 2**12, most_room=2**14)
+    ]
+    assert sum(sizes) == 200 * 2**12 and set(sizes[:32]) == {2**12} and sizes[32] == 2**13
+    assert all(size <= max(2**12, sum(sizes[:at]) / 16) for at, size in enumerate(sizes))
+    assert max(sizes) == 2**14
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**13)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**15))
+    halves = Segments(tmp_path)
+    for slot, pieces in enumerate(divide(weights, halves.room, halves.most_room)):
+        halves.write(slot % 2, pieces)
+    files = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
+    assert files == [2**13] * 2, "half of what is free, at most"
+    halves.close()
 
 
 def test_a_file_stays_while_the_next_one_is_taken(stream: WeightStream) -> None:

@@ -21,9 +21,14 @@ from torchrl_grpo.inference.pieces import Assembler, Piece
 from torchrl_grpo.inference.servers.transfer_types import Opening
 from torchrl_grpo.runtime.files import shared_files
 
-# Size in bytes of a transfer buffer with its two halves (one is filled while the other is read), and largest
-# size of a file. Larger tensors are divided.
+# Size in bytes of a transfer buffer with its two halves (one is filled while the other is read), and of a
+# file. Larger tensors are divided.
 BUCKET_BYTES = 64 * 2**20
+# Size that a half or a file grows to if there are many. Each costs a request to each server.
+MOST_BYTES = 512 * 2**20
+# A half or a file is at most this part of the weights before it, so that little time is lost at the end, when
+# servers load and nothing is written.
+_PART = 16
 # Every tensor starts at a multiple of this, which any number format can be read from.
 _ALIGNMENT = 64
 _PREFIX = "torchrl-grpo-"
@@ -101,13 +106,20 @@ def whole_tensors(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
         yield from assembler.take(read_bucket(bucket))
 
 
-def divide(weights: Iterable[tuple[str, Tensor]], room: int) -> Iterator[list[Piece]]:
-    """Divide tensors into lists of pieces that fit into ``room`` bytes each.
+def divide(
+    weights: Iterable[tuple[str, Tensor]], room: int, most_room: int | None = None
+) -> Iterator[list[Piece]]:
+    """Divide tensors into lists of pieces that fit into a number of bytes each.
 
     A tensor is cut between two rows. A row that is longer than the room gets a list of its own.
+
+    Args:
+        weights: names and tensors.
+        room: number of bytes of the first list. It is doubled when the lists before have 32 times as much.
+        most_room: number of bytes that it stays below; None for ``room``.
     """
     pieces: list[Piece] = []
-    free = room
+    free, before = room, 0
     for name, tensor in weights:
         content = tensor.detach().reshape(-1)
         row = tensor.shape[-1] if tensor.dim() > 1 else 1
@@ -116,6 +128,9 @@ def divide(weights: Iterable[tuple[str, Tensor]], room: int) -> Iterator[list[Pi
             rows = free // (row * tensor.itemsize) if row else 0
             if pieces and rows < 1:
                 yield pieces
+                before += room - free
+                while 2 * room <= min(before // _PART, most_room or room):
+                    room *= 2
                 pieces, free = [], room
                 continue
             count = min(len(content) - first, max(1, rows) * row)
@@ -234,7 +249,7 @@ class WeightFiles(BucketSource):
             OSError: there is no room.
         """
         self._buckets = []
-        for number, pieces in enumerate(divide(weights, BUCKET_BYTES)):
+        for number, pieces in enumerate(divide(weights, BUCKET_BYTES, MOST_BYTES)):
             room = room_for(pieces)
             if number == len(self._segments):
                 self._segments.append(Segment(self._folder.path / str(number), room))

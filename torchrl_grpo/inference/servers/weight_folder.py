@@ -45,7 +45,8 @@ class FolderWeights(WeightFiles):
             OSError: the folder cannot be written to, or has no room.
         """
         buffer = torch.empty(weight_files.BUCKET_BYTES, dtype=torch.uint8)
-        for number, pieces in enumerate(divide(weights, weight_files.BUCKET_BYTES)):
+        sizes = weight_files.BUCKET_BYTES, weight_files.MOST_BYTES
+        for number, pieces in enumerate(divide(weights, *sizes)):
             room = weight_files.room_for(pieces)
             if room > len(buffer):
                 buffer = torch.empty(room, dtype=torch.uint8)

@@ -50,6 +50,11 @@ class Halves(Channel):
     def room(self) -> int:
         """Size of a half in bytes."""
 
+    @property
+    def most_room(self) -> int:
+        """Size that a half may grow to, as :func:`~.weight_files.divide` says."""
+        return self.room
+
     @abstractmethod
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
         """Write pieces to half 0 or 1, whose earlier content every server has loaded.
@@ -67,7 +72,7 @@ class Halves(Channel):
     def send(self, weights: Iterable[tuple[str, Tensor]], stream: WeightStream) -> bool:
         """See :meth:`Channel.send`. A server that leaves holds up nobody."""
         stream.announce(self.open(stream.readers()))
-        for number, pieces in enumerate(divide(weights, self.room)):
+        for number, pieces in enumerate(divide(weights, self.room, self.most_room)):
             slot = number % 2
             stream.wait_until_loaded(slot)
             stream.announce_half(slot, self.write(slot, pieces))
@@ -89,7 +94,7 @@ class Segments(Halves):
         self._folder = Folder(parent)
         self._files: dict[int, Segment] = {}
         # Set at the first pass, when all servers have taken what they need.
-        self._room = 0
+        self._room = self._most_room = 0
 
     @property
     def room(self) -> int:
@@ -97,12 +102,22 @@ class Segments(Halves):
         if not self._room:
             free = shutil.disk_usage(self._folder.path).free
             self._room = min(weight_files.BUCKET_BYTES // 2, max(_LEAST_ROOM, free // 4))
+            self._most_room = max(self._room, min(weight_files.MOST_BYTES, free // 4))
         return self._room
+
+    @property
+    def most_room(self) -> int:
+        """See :attr:`Halves.most_room`; :attr:`room` is asked for first."""
+        return self._most_room
 
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
         size = weight_files.room_for(pieces)
         if slot not in self._files or self._files[slot].size < size:
-            self._files[slot] = Segment(self._folder.path / str(slot), max(size, self.room))
+            # A power of two, so that a file that grows is not made anew for each of its contents.
+            room = self.room
+            while room < size <= self._most_room:
+                room = min(2 * room, self._most_room)
+            self._files[slot] = Segment(self._folder.path / str(slot), max(size, room))
         return self._files[slot].write(pieces)
 
     def close(self) -> None:
@@ -113,8 +128,11 @@ class Segments(Halves):
 class _Pass:
     """The state of one server in one pass over the weights."""
 
-    def __init__(self, server: Hashable) -> None:
+    def __init__(self, server: Hashable, lock: threading.RLock) -> None:
         self.server = server
+        # Notified if the server has something to do. With a condition for all, each half of the buffer would
+        # wake every server for every other.
+        self.changed = threading.Condition(lock)
         # What the server has not taken yet: each bucket with its slot, and an Opening with None.
         self.inbox: deque[tuple[int | None, Bucket | Opening]] = deque()
         # Slots of buckets that it has taken and may still load.
@@ -142,7 +160,9 @@ class WeightStream:
         no_room: Callable[[OSError], Exception],
     ) -> None:
         self._weights, self._channel, self._no_room = weights, channel, no_room
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Notified if the thread that sends may have something to do.
+        self._changed = threading.Condition(self._lock)
         # Servers that were told to load. A server is removed when it begins to read, or when it fails.
         self._expected: set[Hashable] = set()
         # Servers that have read all weights.
@@ -189,15 +209,15 @@ class WeightStream:
             TransferEnded: the trainer has stopped.
             TransferPostponed: the trainer is no longer waiting, or another server has left during the pass.
         """
-        server_pass = _Pass(server)
+        server_pass = _Pass(server, self._lock)
         with self._changed:
             self._expected.discard(server)
             self._waiting.add(server_pass)
             self._changed.notify_all()
         try:
             while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._has_news_for(server_pass))
+                with self._lock:
+                    server_pass.changed.wait_for(lambda: self._has_news_for(server_pass))
                     if server_pass.interrupted:
                         raise TransferPostponed("another server has left while weights were sent")
                     if self._waits_in_vain(server_pass) and not self._closed:
@@ -214,8 +234,10 @@ class WeightStream:
                 may_stay = 1 if isinstance(bucket, Bucket) and bucket.slot is None else 0
                 with self._changed:
                     while len(server_pass.loading) > may_stay:
-                        self._holding[server_pass.loading.popleft()].discard(server_pass)
-                    self._changed.notify_all()
+                        passes = self._holding[server_pass.loading.popleft()]
+                        passes.discard(server_pass)
+                        if not passes:
+                            self._changed.notify_all()
         finally:
             with self._changed:
                 for passes in (self._waiting, self._reading, *self._holding):
@@ -243,9 +265,13 @@ class WeightStream:
 
     def postpone(self) -> None:
         """Refuse servers that wait for weights, until :meth:`open` is called. They get TransferPostponed."""
-        with self._changed:
+        with self._lock:
             self._open = False
-            self._changed.notify_all()
+            self._notify(self._waiting)
+
+    def _notify(self, passes: Iterable[_Pass]) -> None:
+        for server_pass in passes:
+            server_pass.changed.notify()
 
     def send_until(self, until: Future[Any]) -> None:
         """Send the weights to every server that asks for them, until a future is done.
@@ -273,7 +299,7 @@ class WeightStream:
                         server_pass.ended, server_pass.interrupted = whole, not whole
                         if whole and server_pass in self._reading:
                             self._servers_done.add(server_pass.server)
-                    self._changed.notify_all()
+                    self._notify(passes)
         except OSError as error:
             self.close()
             raise self._no_room(error) from error
@@ -297,7 +323,7 @@ class WeightStream:
             for server_pass in self._reading:
                 if server_pass.server in openings:
                     server_pass.inbox.append((None, openings[server_pass.server]))
-            self._changed.notify_all()
+            self._notify(self._reading)
 
     def announce_half(self, slot: int, bucket: Bucket) -> None:
         """Tell all servers of the pass what a half holds."""
@@ -305,7 +331,7 @@ class WeightStream:
             self._holding[slot].update(self._reading)
             for server_pass in self._reading:
                 server_pass.inbox.append((slot, bucket))
-            self._changed.notify_all()
+            self._notify(self._reading)
 
     def wait_until_loaded(self, slot: int) -> None:
         """Wait until every server has loaded what a half holds, or has left."""
@@ -317,7 +343,7 @@ class WeightStream:
         with self._changed:
             for server_pass in self._reading:
                 server_pass.has_all = True
-            self._changed.notify_all()
+            self._notify(self._reading)
         for slot in range(2):
             self.wait_until_loaded(slot)
 
@@ -331,7 +357,7 @@ class WeightStream:
             return self._changed.wait_for(condition, seconds)
 
     def wake(self, _: object = None) -> None:
-        """Have all who wait look again at what they wait for."""
+        """Have the thread that sends look again at what it waits for."""
         with self._changed:
             self._changed.notify_all()
 
@@ -340,6 +366,7 @@ class WeightStream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._notify(self._waiting | self._reading)
 
 
 @contextmanager
