@@ -199,6 +199,7 @@ def judged_texts(
     tokenizer: PreTrainedTokenizerBase,
     responses: Sequence[Answered],
     prompts: Sequence[Sequence[int]] | None = None,
+    texts: Sequence[str] | None = None,
 ) -> list[ResponseText]:
     """Return what rewards judge: the text of each response, and of an episode the model's last message.
 
@@ -207,12 +208,14 @@ def judged_texts(
         responses: the responses.
         prompts: token ids of the prompt of each response. What a prompt has opened is part of the text.
             Without them, nothing is.
+        texts: result of :func:`written_texts`; None decodes the responses.
     """
-    texts = written_texts(tokenizer, responses)
+    texts = written_texts(tokenizer, responses) if texts is None else texts
     starts = [Opening()] * len(texts)
     if prompts is not None:
         # The responses of a group share the list of their prompt.
-        known = {id(prompt): opening_of_tokens(tokenizer, prompt) for prompt in prompts}
+        different = {id(prompt): prompt for prompt in prompts}
+        known = {number: opening_of_tokens(tokenizer, prompt) for number, prompt in different.items()}
         starts = [known[id(prompt)] for prompt in prompts]
     return [
         ResponseText(start.opened + text, start.block)

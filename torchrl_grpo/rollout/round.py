@@ -93,7 +93,7 @@ def score_groups(
     problems = [
         example for group, example in zip(groups, examples, strict=True) for _ in range(len(group.responses))
     ]
-    scores = env.score(judged_texts(tokenizer, responses, prompts), problems)
+    scores = env.score(judged_texts(tokenizer, responses, prompts, texts), problems)
     scored_groups, start = [], 0
     for group in groups:
         end = start + len(group.responses)

@@ -5,8 +5,10 @@ Masks come from lengths and not from the pad token, because a model's pad token 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,5 +76,7 @@ def split_files(files: Tensor, sizes: Tensor) -> list[list[bytes]]:
 
 
 def _fill(rows: Sequence[Sequence[float]], mask: Tensor, out: Tensor) -> Tensor:
-    out[mask] = torch.tensor([value for row in rows for value in row], dtype=out.dtype)
+    # Of a long list of numbers, NumPy makes an array in a fifth of the time that torch.tensor() takes.
+    values = np.fromiter(itertools.chain.from_iterable(rows), out.numpy().dtype, sum(map(len, rows)))
+    out[mask] = torch.from_numpy(values)
     return out
