@@ -169,7 +169,8 @@ def waiting(tokens: int) -> tuple[Collector, Dispatcher]:
         for scored in _score(groups)
     }
     dispatcher.scheduler.tracker.accepted = dict.fromkeys(dispatcher.accepted, 0)
-    source = cast(Any, SimpleNamespace(env=SimpleNamespace(batch_size=(4, _SAMPLES))))
+    env = SimpleNamespace(batch_size=(4, _SAMPLES))
+    source = cast(Any, SimpleNamespace(env=env, read_pictures=lambda group: None))
     return Collector(source, WorkerGroup(dispatcher, None), total_dialog_turns=1), dispatcher
 
 

@@ -85,15 +85,15 @@ def check_checkpoint(device: str, name: str, loads_parked: bool) -> None:
     """Parked moments are saved as they are, and loaded into a step that goes on bit for bit."""
     step = make_step(device, name=name)
     step(make_batch())
-    # On a CPU the state is not copied before it is saved.
+    # The state is the optimizer's own.
     expected = copy.deepcopy(step.state_dict()["optimizer"])
     step.backend.park()
     found = step.state_dict()["optimizer"]
     assert all(is_parked(moment) for moment in moments(step)), "saving fetches one at a time"
     for index, entry in expected["state"].items():
         tensors = [value for value in found["state"][index].values() if isinstance(value, Tensor)]
-        assert same([value for value in entry.values() if isinstance(value, Tensor)], tensors)
-        assert {value.device.type for value in tensors} == {"cpu"}
+        assert same([value.cpu() for value in entry.values() if isinstance(value, Tensor)], tensors)
+        assert {value.device.type for value in tensors if value.dim()} == {"cpu"}
     resumed = make_step(device, loads_parked, name)
     for own, theirs in zip(resumed.parameters, step.parameters, strict=True):
         own.data.copy_(theirs.data)

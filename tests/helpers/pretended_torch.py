@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -374,6 +374,10 @@ def _cuda(machine: PretendedCuda) -> Iterator[Replacement]:
         "current_device": lambda: machine.current,
         "set_device": set_device,
         "device": device,
+        # Kernels run at once, so that no stream is ahead of another.
+        "Stream": lambda device=None: SimpleNamespace(wait_stream=nothing),
+        "default_stream": nothing,
+        "stream": nullcontext,
         "synchronize": lambda device=None: machine.waited("torch.cuda.synchronize"),
         "get_device_capability": lambda device=None: machine.capability,
         "get_device_name": lambda device=None: properties().name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,8 @@ def test_a_run_whose_folder_is_deleted_saves_what_it_has_and_ends(
     def delete(self: BareNumberReward, text: str, example: object) -> float:
         # In the second of three rounds of 16 responses.
         if next(graded) == 20:
-            shutil.rmtree(lost)
+            # In one go: a checkpoint may be on its way into the folder.
+            lost.rename(tmp_path / "gone")
         return honest(self, text, example)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:

@@ -56,6 +56,7 @@ def save(
     keep: int,
     best_step: int | None = None,
     write_merged: Callable[[Path], None] | None = None,
+    has_read: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest and the best.
 
@@ -71,6 +72,7 @@ def save(
         keep: number of checkpoints to keep.
         best_step: step of a checkpoint that is kept beside them; None if there is none.
         write_merged: function that writes the merged model; None if none is wanted.
+        has_read: function called once model and state have been read. They may change from then on.
 
     Returns:
         The folder of the checkpoint.
@@ -87,7 +89,7 @@ def save(
     for folder in folders:
         folder.mkdir(parents=True)
     with _cleanup_on_error(run_dir, tmp_dir, folders):
-        _fill(tmp_dir, step, cfg, writers, state)
+        _fill(tmp_dir, step, cfg, writers, state, has_read)
     target = root / str(step)
     replaced = _rename_for_removal(target) if os.path.lexists(target) else None
     tmp_dir.rename(target)
@@ -178,7 +180,12 @@ def _cleanup_on_error(run_dir: Path, tmp_dir: Path, folders: list[Path]) -> Iter
 
 
 def _fill(
-    tmp_dir: Path, step: int, cfg: Config, writers: dict[str, Callable[[Path], None]], state: dict[str, Any]
+    tmp_dir: Path,
+    step: int,
+    cfg: Config,
+    writers: dict[str, Callable[[Path], None]],
+    state: dict[str, Any],
+    has_read: Callable[[], None],
 ) -> None:
     """Write a checkpoint into the folder ``tmp_dir`` and flush it to the disk, with the manifest last."""
     import torch
@@ -187,6 +194,7 @@ def _fill(
     for name, write in writers.items():
         write(tmp_dir / name)
     torch.save(state, tmp_dir / _TRAINER)
+    has_read()
     OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
     files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
     entries = {

@@ -53,18 +53,19 @@ class MomentParking:
                     _fill(moment, self._host[id(parameter), name])
 
     def read(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Return a copy on the CPU of an entry of the state, whole if it is a shard.
+        """Return an entry of the state: as it is, or whole and on the CPU if it is a shard.
 
-        Every rank must call this. At most one parked moment at a time is on the device.
+        It holds until the next update. Every rank must call this. At most one parked moment at a time is on
+        the device.
         """
         local = _local(value)
         parked = name != _STEP and is_parked(local)
-        if parked and not isinstance(value, DTensor):
-            return self._host[id(parameter), name].clone()
+        if not isinstance(value, DTensor):
+            return self._host[id(parameter), name] if parked else value.detach()
         if parked:
             _fill(local, self._host[id(parameter), name])
         try:
-            return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+            return value.full_tensor().detach().cpu()
         finally:
             if parked:
                 local.untyped_storage().resize_(0)

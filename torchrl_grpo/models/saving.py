@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,10 @@ class Named(Protocol):
 
 
 def save(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: Named | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Save a model and its tokenizer to ``folder``. Of a model with adapters, only the adapters are saved.
 
@@ -35,13 +38,12 @@ def save(
         model: model to save.
         tokenizer: tokenizer of the model.
         folder: existing or new folder.
-        weights: source of the complete parameters, if the model itself has only shards of them.
+        weights: complete parameters to save in place of the model's own, which may be shards.
     """
     if lora.adapted_layers(model):
         lora.save_adapters(model, folder)
     else:
-        whole = None if weights in (None, model) else {n: p.cpu() for n, p in weights.named_parameters()}
-        _save_model(model, folder, whole)
+        _save_model(model, folder, weights)
     _save_tokenizer(tokenizer, folder)
     _open_to_all(folder)
 
@@ -54,8 +56,10 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         pictures.processor.save_pretrained(folder)
 
 
-def _save_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> None:
+def _save_model(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
     """Save a model with its generation config as that was read. Transformers loads more than it saves."""
+    # Transformers removes entries from what it is given.
+    state = None if weights is None else dict(weights)
     generation_config = model.generation_config
     if generation_config is None:
         model.save_pretrained(folder, state_dict=state)

@@ -62,8 +62,9 @@ from torchrl_grpo.training.held_out_loss import HeldOutLoss
 from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.prepare import prepare
 from torchrl_grpo.training.rounding_check import rounding_check_dtype
+from torchrl_grpo.training.run_checkpoints import try_out_checkpoint
 from torchrl_grpo.training.schedule import RunSchedule
-from torchrl_grpo.training.session import Outputs, Session, try_out_checkpoint
+from torchrl_grpo.training.session import Outputs, Session
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
 from torchrl_grpo.weight_sync.probe import probe_length, probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher

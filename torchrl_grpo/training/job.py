@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from torchrl_grpo.config.checks import schedule
 from torchrl_grpo.config.derived import with_total_turns
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
-from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, WorkersLost
+from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, UserError, WorkersLost
 from torchrl_grpo.models import hub_upload
 from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.planning import preflight, resolve
@@ -248,11 +248,15 @@ def _train(
             session.begin()
             try:
                 train(session, check_interrupts)
-            except WorkersLost as lost:
+            except RunFolderLost:
+                raise
+            except UserError as ended:
                 try:
-                    session.save()
+                    if isinstance(ended, WorkersLost):
+                        session.save()
+                    session.checkpoints.writer.finish()
                 except CheckpointError as error:
-                    raise CheckpointError(f"{lost}; and {error}") from lost
+                    raise CheckpointError(f"{ended}; and {error}") from ended
                 raise
         session.outputs.check()
         session.outputs.report.upload(session.outputs.loggers)
@@ -303,7 +307,11 @@ def _save_again(session: Session) -> str:
     """Save what was trained in a run whose folder was deleted, and describe where."""
     if session.counters.step == 0:
         return "nothing was trained yet, so start the run again"
+    # The checkpoint that was being written is lost too, and the new one takes its place.
+    with suppress(RunFolderLost):
+        session.checkpoints.writer.finish()
     saved = session.save()
+    session.checkpoints.writer.finish()
     return f"what was trained is now in {saved}: {checkpoint.how_to_continue(session.outputs.run_dir)}"
 
 

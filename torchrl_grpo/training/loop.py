@@ -41,10 +41,14 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
 
     Raises:
         StopRequested: the process was asked to stop. What was trained is saved.
+        CheckpointError: the disk was full for a checkpoint.
+        RunFolderLost: the folder of the run was deleted meanwhile.
     """
     counters, schedule = run.counters, run.schedule
     while not run.is_finished():
         check_interrupts()
+        # Here and not in the step: what a checkpoint holds is whole between two steps.
+        run.checkpoints.writer.check()
         if stop_requested():
             # If a resumed run would sample the next round with other weights than this run, take further
             # steps until it would not. After a checkpoint that was due it never would.
@@ -52,8 +56,10 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
             if saved or schedule.resumes_exactly(counters.step, counters.steps_left_in_round):
                 if not saved:
                     run.save()
+                run.checkpoints.writer.finish()
                 raise StopRequested
         step(run)
+    run.checkpoints.writer.finish()
 
 
 def step(run: Session) -> dict[str, float]:

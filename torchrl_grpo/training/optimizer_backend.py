@@ -42,7 +42,9 @@ class OptimizerBackend(Protocol):
         """Discard the gradients."""
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
-        """Return the optimizer's state on the CPU, in torch's format for an unsharded model.
+        """Return the optimizer's state in torch's format for an unsharded model.
+
+        Its tensors may be the optimizer's own, which the next update changes.
 
         Args:
             keep: whether to return the moments, which are twice the size of the weights. A rank with False

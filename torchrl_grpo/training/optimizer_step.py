@@ -94,6 +94,9 @@ class OptimizerStep:
             :func:`~torchrl_grpo.distributed.parallelism.distribute`.
         loads_parked: whether optimizer state that is loaded from a checkpoint stays in host memory until the
             first update.
+
+    Attributes:
+        before_update: function that is called before weights and optimizer state change.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class OptimizerStep:
         device = self.parameters[0].device.type
         self.scaler = torch.amp.GradScaler(device, init_scale=_INITIAL_SCALE, enabled=use_scaler)
         self.backend = make_backend(network, self.optimizer, self.scaler, cfg.max_grad_norm, loads_parked)
+        self.before_update: Callable[[], None] = lambda: None
         self.skipped = 0
         self.skipped_in_a_row = 0
 
@@ -150,6 +154,7 @@ class OptimizerStep:
             return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
+        self.before_update()
         # The first update allocates the optimizer's moments, and no smaller micro-batch can avoid that.
         with stop_on_oom(self._no_room_for_update):
             norm = self.backend.step(apply=math.isfinite(loss))

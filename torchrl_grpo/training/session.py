@@ -6,31 +6,22 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.checkpoints.run_dir import public_command
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import MOMENT_BYTES
-from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.objectives.loss import QUARTERS
 from torchrl_grpo.observe.guards import Guards
 from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import (
-    METRICS,
     DiscardedWriter,
     EvaluationWriter,
     MetricsWriter,
     RolloutWriter,
-    read_jsonl,
 )
 from torchrl_grpo.observe.past import equal_grades_note, group_size_note
 from torchrl_grpo.observe.pictures import write_pictures
@@ -43,6 +34,7 @@ from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training import early_end
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.rounding_check import rounding_warning
+from torchrl_grpo.training.run_checkpoints import RunCheckpoints
 from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.state import SessionState
 from torchrl_grpo.training.throughput import ThroughputMeter
@@ -142,35 +134,6 @@ class Outputs:
             self.report.write()
 
 
-def try_out_checkpoint(
-    cfg: Config, run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, due: int
-) -> None:
-    """Try whether a run can write its checkpoints, before anything else is started.
-
-    Args:
-        cfg: configuration of the run.
-        run_dir: folder of the run.
-        model: model that the run trains.
-        tokenizer: its tokenizer.
-        due: number of checkpoints that the run will write.
-
-    Raises:
-        ModelError: files of the model cannot be saved.
-        CheckpointError: the disk has no room for the checkpoints.
-    """
-    merged, has_adapters = cfg.checkpoint.export_merged, bool(lora.adapted_layers(model))
-    named = dict(model.named_parameters())
-    try_part = partial(saving.try_out, model, tokenizer, trust_remote_code=cfg.model.trust_remote_code)
-    writers = {"model": try_part, **({"merged": partial(try_part, merged=True)} if merged else {})}
-    least = sum(p.nbytes for name, p in named.items() if not has_adapters or lora.is_adapter(name))
-    # The optimizer's averages. Small tensors, and those that Muon leaves to AdamW, have larger ones.
-    least += int(MOMENT_BYTES[cfg.optimizer.name] * sum(p.numel() for p in named.values() if p.requires_grad))
-    if merged:
-        least += 4 * sum(p.numel() for name, p in named.items() if not lora.is_adapter(name))
-    keep, best = cfg.checkpoint.keep, cfg.train.keep_best
-    checkpoint.try_out(run_dir, writers, least, due=due, keep=keep, keep_best=best)
-
-
 class Session:
     """One run, built by :func:`~torchrl_grpo.training.build.build_session`.
 
@@ -213,6 +176,9 @@ class Session:
         # Responses of the newest evaluation, for as long as they are not written.
         self.responses: list[dict[str, Any]] = []
         self.saved_step = state.counters.step
+        self.checkpoints = RunCheckpoints(cfg, state, outputs.run_dir, outputs.grader)
+        # First of all, while the model is there.
+        exit_stack.callback(self.checkpoints.writer.close)
 
     def begin(self) -> None:
         """Verify that weight updates work, and evaluate the weights before training."""
@@ -290,6 +256,7 @@ class Session:
     def refresh_reference(self) -> None:
         """Move the reference model toward the policy by ``ref_model.refresh_mix``."""
         if self.parts.reference is not None:
+            self.checkpoints.writer.wait_until_read()
             self.parts.reference.interpolate_toward(
                 self.parts.learner.full_model(), self.cfg.ref_model.refresh_mix
             )
@@ -299,6 +266,7 @@ class Session:
         started = time.perf_counter()
         step = self.counters.step
         if self.parts.plan.offload_optimizer:
+            self.checkpoints.writer.wait_until_read()
             self.parts.ranks.call_all(Learner.park_optimizer, self.parts.learner)
         if self._asleep:
             assert self.parts.engine.local_engine is not None
@@ -389,52 +357,14 @@ class Session:
             self.write_discarded(round_, [_TOO_OLD] * len(round_.prompts))
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step."""
-        learner, tokenizer = self.parts.learner, self.parts.tokenizer
+        """Begin to write a checkpoint of the current step, and return its folder.
 
-        def write_model(folder: Path) -> None:
-            saving.save(learner.model, tokenizer, folder, weights=learner.full_model())
-            self._write_card(folder)
-
-        def write_merged(folder: Path) -> None:
-            saving.save_merged(learner.model, tokenizer, folder)
-            self._write_card(folder)
-
-        saved = checkpoint.save(
-            self.outputs.run_dir,
-            self.counters.step,
-            cfg=self.cfg,
-            write_model=write_model,
-            state=self.state.state_dict(),
-            keep=self.cfg.checkpoint.keep,
-            best_step=self.counters.best_step if self.cfg.train.keep_best else None,
-            write_merged=write_merged if self.cfg.checkpoint.export_merged else None,
-        )
+        Raises:
+            CheckpointError: the disk is full, which the checkpoint before may have met.
+        """
+        self.checkpoints.save()
         self.saved_step = self.counters.step
-        return saved
-
-    def _write_card(self, folder: Path) -> None:
-        run_dir = self.outputs.run_dir
-        try:
-            lines = read_jsonl(run_dir / METRICS)
-        except (OSError, ValueError):
-            # Somebody may have deleted or changed the file, and the model is saved all the same.
-            lines = []
-        rows = [row for row in lines if "eval/num_problems" in row]
-        first, last = (rows[0], rows[-1]) if rows else ({"step": 0}, {"step": 0})
-        training = model_card.Training(
-            command=public_command(run_dir / ".hydra"),
-            step=self.counters.step,
-            metrics={name: value for name, value in last.items() if name.startswith("eval/")},
-            evaluated_at=last["step"],
-            before=first if first["step"] == 0 < last["step"] else {},
-            grader=self.outputs.grader,
-        )
-        model_card.write(folder, self.cfg, self._base, training)
-
-    @cached_property
-    def _base(self) -> model_card.Base:
-        return model_card.read_base(self.cfg)
+        return self.outputs.run_dir / "checkpoints" / str(self.saved_step)
 
     def summary_entries(self) -> dict[str, Any]:
         """Return the entries of ``summary.json`` other than accuracy, steps, time and memory."""
@@ -455,5 +385,5 @@ class Session:
         """Free the engine and the model, and close every file, so that a sweep's next job starts afresh."""
         self._exit_stack.close()
         # The traceback of an exception may keep this object alive until a sweep ends.
-        del self.parts, self.state
+        del self.parts, self.state, self.checkpoints
         release_freed_memory()

@@ -188,7 +188,7 @@ class SessionState:
         return max(self.counters.peak_cuda_gib, stats.peak_cuda_gib())
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values; the keys are those of the file ``trainer.pt``."""
+        """Tensors and plain values, by the keys of the file ``trainer.pt``. The run may change them."""
         parts = self.parts
         return {
             "counters": {

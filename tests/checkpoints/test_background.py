@@ -1,0 +1,113 @@
+"""Checkpoints that are written while the run goes on."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import forked  # noqa: F401  its processes begin with torch imported
+import killed_writes
+import pytest
+import torch
+from pretended_cuda import PretendedCuda
+
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints.background import BackgroundWriter
+from torchrl_grpo.training.run_checkpoints import _on_host
+
+
+def test_an_update_waits_for_what_is_read_and_the_next_write_for_the_whole_one() -> None:
+    writer, go_on, done = BackgroundWriter(), [threading.Event() for _ in range(2)], list[str]()
+
+    def write(has_read: Callable[[], None]) -> None:
+        go_on[0].wait()
+        done.append("read")
+        has_read()
+        go_on[1].wait()
+        done.append("written")
+
+    writer.wait_until_read()
+    writer.start(write)
+    writer.check()
+    assert done == []
+    go_on[0].set()
+    writer.wait_until_read()
+    assert done == ["read"]
+    go_on[1].set()
+    writer.start(lambda has_read: done.append("the next"))
+    writer.wait_until_read()
+    writer.close()
+    assert done == ["read", "written", "the next"]
+
+
+@pytest.mark.parametrize("seen_by", ["check", "finish", "start", "close"])
+def test_the_error_of_a_write_is_raised_once_and_holds_no_update_up(seen_by: str) -> None:
+    def fail(has_read: Callable[[], None]) -> None:
+        raise OSError("no room")
+
+    def check_at_the_end() -> None:
+        assert writer._write is not None
+        writer._write.exception()
+        writer.check()
+
+    writer, after = BackgroundWriter(), list[str]()
+    writer.start(fail)
+    writer.wait_until_read()
+    see: dict[str, Callable[[], None]] = {
+        "check": check_at_the_end,
+        "finish": writer.finish,
+        "start": lambda: writer.start(lambda has_read: after.append("written")),
+        "close": writer.close,
+    }
+    with pytest.raises(OSError, match="no room"):
+        see[seen_by]()
+    writer.check()
+    writer.close()
+    assert after == []
+
+
+def test_a_kill_at_any_moment_of_a_write_loses_nothing(tmp_path: Path) -> None:
+    context, survivors, whole = multiprocessing.get_context("forkserver"), list[int](), tmp_path / "whole"
+    writer = BackgroundWriter()
+    killed_writes.save(whole, 5, writer)
+    writer.close()
+    for number in itertools.count(1):
+        run_dir = tmp_path / str(number)
+        shutil.copytree(whole, run_dir)
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=killed_writes.save_and_stop, args=(run_dir, 10, number, send))
+        process.start()
+        send.close()
+        was_stopped = receive.recv()
+        process.kill()
+        process.join()
+        checkpoint.clean(run_dir)
+        folder = checkpoint.find(run_dir, "auto")
+        state, step = checkpoint.load_state(folder), int(folder.name)
+        expected = torch.full((2**16,), float(step))
+        assert state["step"] == step and torch.equal(state["weights"], expected)
+        assert (folder / "model/model.safetensors").read_bytes() == expected.numpy().tobytes()
+        survivors.append(step)
+        # Nothing else is left, but an older one whose removal had not begun.
+        assert {path.name for path in (run_dir / "checkpoints").iterdir()} <= {"5", str(step)}
+        if not was_stopped:
+            break
+    assert survivors == sorted(survivors) and set(survivors) == {5, 10}
+    assert len(survivors) > 20, survivors
+
+
+def test_what_comes_from_a_gpu_is_copied_once_and_stays_tied() -> None:
+    with PretendedCuda():
+        tied, moment = torch.arange(6.0).to("cuda"), torch.ones(3)
+        content = {"weights": {"a": tied, "b": tied.detach()}, "state": [moment, (2, "text")]}
+        copied = _on_host(content, torch.device("cuda:0"))
+        tied.fill_(-1.0)
+        assert copied["weights"]["a"] is copied["weights"]["b"]
+        assert copied["weights"]["a"].device.type == "cpu"
+        assert copied["weights"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
+        # What is in host memory is not copied again.
+        assert copied["state"][0] is moment and copied["state"][1] == (2, "text")

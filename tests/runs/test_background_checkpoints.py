@@ -1,0 +1,128 @@
+"""Runs that train while their checkpoints are written."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints.background import BackgroundWriter
+from torchrl_grpo.checkpoints.run_dir import complete_checkpoints
+from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.training.optimizer_step import OptimizerStep
+
+# Entries of the state without clocks and sizes of memory.
+EXACT = ("optimise", "collector", "buffer", "publisher", "random")
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.float32
+def test_a_checkpoint_written_during_the_next_step_is_the_one_written_at_once(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, fill, accumulate = BackgroundWriter.start, checkpoint._fill, OptimizerStep.accumulate
+    changes = {"train__checkpoint_frequency": 1, "train__total_dialog_turns": 48, "checkpoint__keep": 9}
+    with monkeypatch.context() as patch:
+
+        def start_and_wait(writer: BackgroundWriter, write: Any) -> None:
+            start(writer, write)
+            writer.finish()
+
+        patch.setattr(BackgroundWriter, "start", start_and_wait)
+        expected = train("at once", **changes)
+
+    begun, overlapped = [threading.Event() for _ in range(4)], list[int]()
+
+    def fill_later(tmp_dir: Path, step: int, *rest: Any) -> None:
+        # Of the last checkpoint there is no next step.
+        if step < 3:
+            begun[step].wait()
+            overlapped.append(step)
+        fill(tmp_dir, step, *rest)
+
+    steps = iter(range(3))
+
+    def accumulate_and_say(self: OptimizerStep, batch: Any) -> dict[str, float]:
+        sums = accumulate(self, batch)
+        # Gradients of the next step are there, and its update waits.
+        begun[next(steps)].set()
+        return sums
+
+    monkeypatch.setattr(checkpoint, "_fill", fill_later)
+    monkeypatch.setattr(OptimizerStep, "accumulate", accumulate_and_say)
+    assert train("beside", **changes) == expected
+    assert overlapped == [1, 2]
+    pairs = [complete_checkpoints(tmp_path / name) for name in ("at once", "beside")]
+    assert [len(folders) for folders in pairs] == [3, 3]
+    for one, other in zip(*pairs, strict=True):
+        for name in ("model/model.safetensors", "model/README.md", "model/config.json"):
+            texts = [
+                (folder / name).read_bytes().replace(folder.parents[1].name.encode(), b"")
+                for folder in (one, other)
+            ]
+            assert texts[0] == texts[1], name
+        states = [checkpoint.load_state(folder) for folder in (one, other)]
+        assert list(states[0]) == list(states[1])
+        for entry in EXACT:
+            assert same(states[0][entry], states[1][entry]), entry
+
+
+def test_a_disk_that_is_full_stops_the_run_after_the_next_step(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*content: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_fill", full)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints/1: the checkpoint could not be written .*No space"
+    ):
+        train("run", train__checkpoint_frequency=1)
+    # The error is raised between two steps. The write has begun before the second.
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert len(lines) in (2, 3)
+    with pytest.raises(CheckpointError, match=r"checkpoints/1: .*No space"):
+        train("short", train__total_dialog_turns=16)
+
+
+def test_an_interrupted_run_waits_for_its_checkpoint(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted, fill, close = threading.Event(), checkpoint._fill, BackgroundWriter.close
+
+    def fill_later(*content: Any) -> None:
+        interrupted.wait()
+        fill(*content)
+
+    def close_and_say(writer: BackgroundWriter) -> None:
+        interrupted.set()
+        close(writer)
+
+    def interrupt(self: OptimizerStep, batch: Any) -> dict[str, float]:
+        if self.scheduler.last_epoch == 1:
+            raise KeyboardInterrupt
+        return accumulate(self, batch)
+
+    accumulate = OptimizerStep.accumulate
+    monkeypatch.setattr(checkpoint, "_fill", fill_later)
+    monkeypatch.setattr(BackgroundWriter, "close", close_and_say)
+    monkeypatch.setattr(OptimizerStep, "accumulate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train("run", train__checkpoint_frequency=1)
+    (folder,) = complete_checkpoints(tmp_path / "run")
+    assert folder.name == "1" and checkpoint.find_damage(folder) is None

@@ -1,0 +1,183 @@
+"""The checkpoints of a run, each written while the run goes on.
+
+On a CPU nothing is copied but the buffer: the files are written from the weights and the optimizer's state,
+and the next update waits until they have been read. From a GPU the thread that writes copies them to host
+memory first, and the update waits for that copy only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints.background import BackgroundWriter
+from torchrl_grpo.checkpoints.run_dir import public_command
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import MOMENT_BYTES
+from torchrl_grpo.distributed.parallelism import sharded
+from torchrl_grpo.models import lora, model_card, saving
+from torchrl_grpo.observe.metrics import METRICS, read_jsonl
+from torchrl_grpo.training.state import SessionState
+
+# Entries of the state with tensors that only an update, or a refresh of the reference, changes.
+_HELD = ("optimise", "reference")
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of a run.
+
+    Args:
+        cfg: configuration, saved in full.
+        state: components of the run and its counters.
+        run_dir: folder of the run.
+        grader: name of what grades held-out responses.
+
+    Attributes:
+        writer: thread that writes.
+    """
+
+    def __init__(self, cfg: Config, state: SessionState, run_dir: Path, grader: str) -> None:
+        self._cfg = cfg
+        self._state = state
+        self._run_dir = run_dir
+        self._grader = grader
+        self.writer = BackgroundWriter()
+        state.parts.learner.optimizer_step.before_update = self.writer.wait_until_read
+
+    def save(self) -> None:
+        """Begin to write a checkpoint of the current step, once the one before is written.
+
+        Raises:
+            CheckpointError: the disk was full for the one before, or is for one that is not written in the
+                background.
+            RunFolderLost: the folder was deleted meanwhile.
+        """
+        # Before anything is gathered, so that there is one copy at a time.
+        self.writer.finish()
+        cfg, counters, learner = self._cfg, self._state.counters, self._state.parts.learner
+        model, tokenizer, device = learner.model, self._state.parts.tokenizer, learner.device
+        merged = cfg.checkpoint.export_merged
+        weights: Mapping[str, Tensor] | None = None
+        if not lora.adapted_layers(model):
+            if sharded(learner.network):
+                weights = {name: p.cpu() for name, p in learner.full_model().named_parameters()}
+            elif device.type == "cuda":
+                weights = model.state_dict()
+        state, memo = self._state.state_dict(), dict[int, Any]()
+        state = {
+            name: value if name in _HELD else copy.deepcopy(value, memo) for name, value in state.items()
+        }
+        step, training, base = counters.step, self._training(), self._base
+        best_step = counters.best_step if cfg.train.keep_best else None
+
+        def write(has_read: Callable[[], None]) -> None:
+            content: dict[str, Any] = {"state": state, "weights": weights}
+            if device.type == "cuda":
+                content = _on_host(content, device)
+                if weights is not None:
+                    has_read()
+
+            def write_model(folder: Path) -> None:
+                saving.save(model, tokenizer, folder, weights=content["weights"])
+                model_card.write(folder, cfg, base, training)
+
+            def write_merged(folder: Path) -> None:
+                saving.save_merged(model, tokenizer, folder)
+                model_card.write(folder, cfg, base, training)
+
+            checkpoint.save(
+                self._run_dir,
+                step,
+                cfg=cfg,
+                write_model=write_model,
+                state=content["state"],
+                keep=cfg.checkpoint.keep,
+                best_step=best_step,
+                write_merged=write_merged if merged else None,
+                has_read=has_read,
+            )
+
+        self.writer.start(write)
+        # Merged or gathered weights take memory that the next step may need.
+        if merged or (learner.ranks.size > 1 and device.type == "cpu"):
+            self.writer.finish()
+
+    def _training(self) -> model_card.Training:
+        try:
+            lines = read_jsonl(self._run_dir / METRICS)
+        except (OSError, ValueError):
+            # Somebody may have deleted or changed the file, and the model is saved all the same.
+            lines = []
+        rows = [row for row in lines if "eval/num_problems" in row]
+        first, last = (rows[0], rows[-1]) if rows else ({"step": 0}, {"step": 0})
+        return model_card.Training(
+            command=public_command(self._run_dir / ".hydra"),
+            step=self._state.counters.step,
+            metrics={name: value for name, value in last.items() if name.startswith("eval/")},
+            evaluated_at=last["step"],
+            before=first if first["step"] == 0 < last["step"] else {},
+            grader=self._grader,
+        )
+
+    @cached_property
+    def _base(self) -> model_card.Base:
+        return model_card.read_base(self._cfg)
+
+
+def _on_host(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copy all tensors on a GPU to host memory. Tied weights stay one tensor."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if key not in copies:
+            copies[key] = tensor.detach().cpu()
+        return copies[key]
+
+    # In a stream of its own a copy neither waits for the work that is queued nor delays it.
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        moved: dict[str, Any] = tree_map_only(Tensor, copied, content)
+    return moved
+
+
+def try_out_checkpoint(
+    cfg: Config, run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, due: int
+) -> None:
+    """Try whether a run can write its checkpoints, before anything else is started.
+
+    Args:
+        cfg: configuration of the run.
+        run_dir: folder of the run.
+        model: model that the run trains.
+        tokenizer: its tokenizer.
+        due: number of checkpoints that the run will write.
+
+    Raises:
+        ModelError: files of the model cannot be saved.
+        CheckpointError: the disk has no room for the checkpoints.
+    """
+    merged, has_adapters = cfg.checkpoint.export_merged, bool(lora.adapted_layers(model))
+    named = dict(model.named_parameters())
+    try_part = partial(saving.try_out, model, tokenizer, trust_remote_code=cfg.model.trust_remote_code)
+    writers = {"model": try_part, **({"merged": partial(try_part, merged=True)} if merged else {})}
+    least = sum(p.nbytes for name, p in named.items() if not has_adapters or lora.is_adapter(name))
+    # The optimizer's averages. Small tensors, and those that Muon leaves to AdamW, have larger ones.
+    least += int(MOMENT_BYTES[cfg.optimizer.name] * sum(p.numel() for p in named.values() if p.requires_grad))
+    if merged:
+        least += 4 * sum(p.numel() for name, p in named.items() if not lora.is_adapter(name))
+    keep, best = cfg.checkpoint.keep, cfg.train.keep_best
+    checkpoint.try_out(run_dir, writers, least, due=due, keep=keep, keep_best=best)
