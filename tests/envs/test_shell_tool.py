@@ -160,17 +160,25 @@ def test_commands_reach_nothing_but_their_folder(
     assert "hidden-value" not in run(folder, "env; set")
 
 
+# A process whose parent has ended, after it has printed its number.
+_ORPHAN = """import os, time
+reads, writes = os.pipe()
+if os.fork():
+    os.read(reads, 1)
+    os._exit(0)
+print(os.getpid(), flush=True)
+os.write(writes, b"-")
+time.sleep(1000)"""
+
+
 def test_a_call_ends_with_all_that_it_has_started(folder: ShellFolder) -> None:
     started = run(
         folder,
-        "trap '' TERM HUP INT\n"
-        "for n in 1 2 3; do (sleep 1000 & echo $!) & done; nohup sleep 1000 > /dev/null 2>&1 & echo $!\n"
-        "python3 -c 'import os, time\n"
-        "if os.fork(): os._exit(0)\n"
-        "print(os.getpid(), flush=True); time.sleep(1000)' & wait %2; sleep 0.2; ls",
+        "trap '' TERM HUP INT\nsleep 1000 & echo $!\n(sleep 1000 & echo $!)\n"
+        f"nohup sleep 1000 > /dev/null 2>&1 & echo $!\npython3 -c '{_ORPHAN}'",
     )
-    numbers = [int(number) for number in started.split() if number.isdigit()]
-    assert len(numbers) >= 4
+    numbers = [int(number) for number in started.split()]
+    assert len(numbers) == 4
     wait_for_end(*numbers)
 
 
@@ -331,6 +339,7 @@ def test_a_command_ends_before_its_folder_is_removed(place: Path) -> None:
     )
     thread.start()
     while not list(place.glob("*/started")):
+        assert thread.is_alive(), "the command did not start"
         os.sched_yield()
     (path,) = place.iterdir()
     folder.close()
