@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from run_files import HOSTILE, rollout, write_lines, write_run
 from sweep_files import write_sweep
+from tiny_vlm import picture
 
 from torchrl_grpo.cli.sweep import main as grpo_sweep
 from torchrl_grpo.report.differences import compare, read_runs
@@ -198,6 +199,20 @@ def test_the_timeline_has_lanes_with_idle_gaps(tmp_path: Path, opened: Opener) -
     assert [lane.split()[0] for lane in lanes] == ["engine", "rewards", "trainer"]
     # 2.0 + 0.5 of 5.8 seconds a step.
     assert lanes[0].split()[1] == "43"
+
+
+def test_pictures_of_a_prompt_stand_below_it(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (run / "pictures").mkdir()
+    here, gone = (f"{number:032x}.png" for number in range(2))
+    picture(40, 30).save(run / "pictures" / here)
+    write_lines(run / "rollouts.jsonl", [rollout(1, 0, pictures=[here, gone])])
+    page = opened(run)
+    page.click("#tab-rollouts")
+    page.click(".row")
+    shown = page.locator("#group img.picture")
+    assert shown.evaluate("async each => { await each.decode(); return each.naturalWidth; }") == 40
+    assert f"The picture {gone} is not in the report." in texts(page, "#group")[0]
 
 
 def test_hostile_text_is_text(tmp_path: Path, opened: Opener) -> None:

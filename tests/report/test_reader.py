@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from run_files import HOSTILE, rollout, write_lines, write_run
+from tiny_vlm import picture
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.data.pictures import decode
 from torchrl_grpo.report.about import record
 from torchrl_grpo.report.columns import Columns
 from torchrl_grpo.report.reader import CUT_OFF, ENDED, FAILED, UNKNOWN, RunReader
@@ -52,6 +55,31 @@ def test_numbers_and_texts_of_each_rollout_are_read(tmp_path: Path) -> None:
     assert contents["texts"]["rollouts"][2]["errors"] == {"environment": "it is gone"}
     assert contents["texts"]["rollouts"][0]["verdicts"] == {"quality": "It is long."}
     assert not contents["sampled"] and not contents["dropped"] and not contents["damaged"]
+
+
+def test_pictures_are_small_and_bounded(tmp_path: Path) -> None:
+    stored = tmp_path / "pictures"
+    stored.mkdir()
+    names = [f"{number:032x}.png" for number in range(4)]
+    for number, name in enumerate(names[:3]):
+        picture(400, 20, number).save(stored / name)
+    (stored / names[3]).write_bytes(b"no picture")
+    secret = tmp_path / "secret.png"
+    picture(9, 9).save(secret)
+    linked = f"{9:032x}.png"
+    (stored / linked).symlink_to(secret)
+    hostile = ["../secret.png", str(secret), HOSTILE, 3, None, linked]
+    rows = [rollout(1, 0, pictures=[*names[:2], *hostile]), rollout(2, 1, pictures=names[2:])]
+    write_lines(tmp_path / "rollouts.jsonl", [*rows, rollout(3, 2, pictures="x")])
+    texts = read(tmp_path)["texts"]
+    assert [text.get("pictures") for text in texts["rollouts"]] == [[*names[:2], linked], names[2:], None]
+    assert texts["pictures"].keys() == set(names[:3])
+    for url in texts["pictures"].values():
+        assert url.startswith("data:image/")
+        assert decode(base64.b64decode(url.partition(",")[2])).size == (320, 16)
+    # The newest have the room.
+    one = len(texts["pictures"][names[2]])
+    assert read(tmp_path, characters=3 * (one + 10))["texts"]["pictures"].keys() == {names[2]}
 
 
 def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from torchrl_grpo.report.about import about
 from torchrl_grpo.report.columns import Columns, number
 from torchrl_grpo.report.held_out import HeldOutHistory
 from torchrl_grpo.report.lines import GrowingFile, LinesRepeated
+from torchrl_grpo.report.pictures import PictureUrls, names_of
 from torchrl_grpo.report.texts import TextSample, shorten
 from torchrl_grpo.runtime.files.shared_files import read_small
 
 MOST_ROLLOUTS = 1_000_000
-# Of responses to held-out problems, a third of it comes on top.
+# Of responses to held-out problems, a third of it comes on top, and so it does of pictures.
 CHARACTERS = 24_000_000
 # Metrics beyond these are left out.
 _MOST_METRICS = 500
@@ -45,6 +46,7 @@ class RunReader:
     ) -> None:
         self.run_dir = run_dir
         self._limits = most_rollouts, characters
+        self._pictures = PictureUrls(run_dir, characters // 3)
         self._clear()
 
     def _clear(self) -> None:
@@ -120,6 +122,8 @@ class RunReader:
             entry["errors"] = {str(name): shorten(str(error)) for name, error in errors.items()}
         if verdicts := _mapping(row.get("verdicts")):
             entry["verdicts"] = {str(name): shorten(str(text)) for name, text in verdicts.items()}
+        if pictures := names_of(row.get("pictures")):
+            entry["pictures"] = pictures
         if (tokens := _tokens(row.get("tokens"))) is not None:
             entry["tokens"] = tokens
         size = sum(len(text) for text in _texts(entry))
@@ -145,7 +149,15 @@ class RunReader:
             "findings": [_finding(finding, holding) for finding in self._findings],
             "rollouts": {**self._rollouts.columns, "text": text_of},
             "reasons": self._reasons,
-            "texts": {"prompts": list(prompts), "rollouts": texts, "held_out": self._held_out.texts()},
+            "texts": {
+                "prompts": list(prompts),
+                "rollouts": texts,
+                "held_out": self._held_out.texts(),
+                # Those of the newest rounds come first.
+                "pictures": self._pictures.of(
+                    name for entry in reversed(texts) for name in entry.get("pictures", ())
+                ),
+            },
             "held_out": self._held_out.contents(),
             "damaged": {name: file.damaged for name, file in self._files.items() if file.damaged},
             "dropped": self._rollouts.dropped,
