@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,10 +228,11 @@ class Learner:
                 score_piece(self.network, micro.select(groups))
                 for micro in [*pieces, *[dummy] * (passes - len(pieces))]
             ]
-            for micro, scored in zip(pieces, scores, strict=False):
-                log_probs[list(micro.rows), micro.samples, : scored.shape[-1]] = scored.cpu()
-        # One rank computed each response; the others hold zeros for it.
-        return torch.stack(self.ranks.gather(log_probs)).sum(0)
+        # Each rank sends what it has computed, which is a part of the whole.
+        own = [(micro, scored.cpu()) for micro, scored in zip(pieces, scores, strict=False)]
+        for micro, scored in itertools.chain(*self.ranks.gather(own)):
+            log_probs[list(micro.rows), micro.samples, : scored.shape[-1]] = scored
+        return log_probs
 
     @torch.no_grad()
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
