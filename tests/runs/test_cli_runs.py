@@ -438,9 +438,7 @@ def test_a_glob_sweeps_over_the_files_of_a_group(workplace: Path) -> None:
     assert "maxent" not in {cfg.policy.advantage_estimator for cfg, _ in SEEN}
 
 
-def test_dry_run_says_how_long_a_run_in_epochs_is(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_says_how_long_a_run_is(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f'{{"question": "What is {n} + {n}?", "answer": {2 * n}}}' for n in range(30)]
     (workplace / "sums.jsonl").write_text("\n".join(rows))
     words = ["env=jsonl", "env.data_path=sums.jsonl", "eval.num_problems=5", "train.optim_batch_size=8"]
@@ -449,6 +447,15 @@ def test_dry_run_says_how_long_a_run_in_epochs_is(
     said = "training: 25 problems, exact_match with weight 1\nheld out: 5 problems, graded by exact_match\n"
     said += "length: 13 rounds of 4 problems x 8 samples, 52 optimizer steps, 2.08 times 25 problems\n"
     assert capsys.readouterr().out.endswith(said)
+    # Nobody chose a length.
+    assert call(*words[:3], "dry_run=true") == 0
+    shown = capsys.readouterr()
+    said = "length: 1000 rounds of 8 problems x 8 samples, 1000 optimizer steps, 320 times 25 problems\n"
+    assert shown.out.endswith(said) and "warning: train.total_dialog_turns=64000: this default" in shown.err
+    assert call("dry_run=true") == 0
+    shown = capsys.readouterr()
+    assert shown.out.endswith("length: 1000 rounds of 8 problems x 8 samples, 1000 optimizer steps\n")
+    assert "total_dialog_turns" not in shown.err
 
 
 def test_dry_run_reads_sizes_alone_of_a_checkpoint(

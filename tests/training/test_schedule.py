@@ -128,13 +128,31 @@ SHORT = "env.num_envs=16 train.optim_batch_size=64 train.total_dialog_turns=1024
     ],
 )
 def test_schedules_that_the_run_is_too_short_for_are_told(words: str, said: list[str]) -> None:
-    told = checks.unreached(read(f"{SHORT} optimizer.lr=1e-5 {words}"), problems=200)
+    told = checks.length_warnings(read(f"{SHORT} optimizer.lr=1e-5 {words}"), problems=200)
     assert len(told) == len(said) and all(map(str.startswith, told, said)), told
     for sentence in told:
         # As a user would: each of the alternatives.
         for fix in sentence.partition("; write ")[2].split(" or "):
             again = with_total_turns(read(f"{SHORT} optimizer.lr=1e-5 {words} {fix}"), 200)
-            assert checks.unreached(again, problems=200) == []
+            assert checks.length_warnings(again, problems=200) == []
+
+
+def test_a_default_length_that_passes_over_few_problems_for_days_is_told() -> None:
+    def told(words: str, problems: int | None) -> list[str]:
+        return checks.length_warnings(with_total_turns(read(words), problems or 0), problems)
+
+    assert told("", 32) == [
+        "train.total_dialog_turns=64000: this default makes 1000 optimizer steps, which pass over the 32 "
+        "problems 250 times; write train.num_epochs=8 or a smaller train.total_dialog_turns"
+    ]
+    # 20 passes, a length that the user chose, and data on the hub in a dry run.
+    for words, problems in (
+        ("", 400),
+        ("train.total_dialog_turns=8000", 4),
+        ("train.num_epochs=40 train.total_dialog_turns=null", 4),
+        ("", None),
+    ):
+        assert told(words, problems) == []
 
 
 def test_a_rate_is_reached_if_nothing_is_told() -> None:
@@ -145,7 +163,7 @@ def test_a_rate_is_reached_if_nothing_is_told() -> None:
         )
         factors = [learning_rate_factor(step, steps, cfg.optimizer) for step in range(steps)]
         falls = kind == "constant" or factors[-1] < 1 or steps == 1
-        assert (checks.unreached(cfg) == []) == (max(factors) == 1.0 and falls), cfg.optimizer
+        assert (checks.length_warnings(cfg) == []) == (max(factors) == 1.0 and falls), cfg.optimizer
 
 
 def read(words: str) -> Config:

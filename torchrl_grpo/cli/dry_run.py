@@ -40,12 +40,8 @@ def show(cfg: Config, resumed: Path | None, asynchronous: bool, other_plan: Plan
     problems = None if loaded is None else len(loaded.train)
     if loaded is not None:
         sys.stdout.write(rehearsal.rehearse(cfg, loaded))
-    if cfg.train.num_epochs is not None and problems is not None:
-        dropped = (
-            ", minus the prompts that are dropped for their length"
-            if cfg.env.overlong_prompts == "drop"
-            else ""
-        )
-        sys.stdout.write(f"{derived.describe_length(cfg, problems)}{dropped}\n")
-    for sentence in schedule.unreached(derived.with_total_turns(cfg, problems or 0), problems):
+    drops = cfg.env.overlong_prompts == "drop" and problems is not None
+    dropped = ", minus the prompts that are dropped for their length" if drops else ""
+    sys.stdout.write(f"{derived.describe_length(cfg, problems)}{dropped}\n")
+    for sentence in schedule.length_warnings(derived.with_total_turns(cfg, problems or 0), problems):
         sys.stderr.write(f"warning: {sentence}\n")

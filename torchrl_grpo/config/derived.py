@@ -65,15 +65,24 @@ def rounds(cfg: Config) -> int:
     return total_turns(cfg) // (cfg.env.num_envs * cfg.env.repeats)
 
 
-def describe_length(cfg: Config, problems: int) -> str:
-    """Return a line that describes the length of a run."""
-    whole = with_total_turns(cfg, problems)
-    epochs = rounds(whole) * cfg.env.num_envs / problems
+def passes(cfg: Config, problems: int) -> float:
+    """Return how often a run draws each problem, for a configuration from :func:`with_total_turns`."""
+    return rounds(cfg) * cfg.env.num_envs / problems
+
+
+def describe_length(cfg: Config, problems: int | None) -> str:
+    """Return a line that describes the length of a run.
+
+    Args:
+        cfg: configuration; one with ``train.num_epochs`` needs the number of problems.
+        problems: number of problems to train on; None if unknown.
+    """
+    whole = with_total_turns(cfg, problems or 0)
+    times = "" if problems is None else f", {passes(whole, problems):.3g} times {problems} problems"
     refilled = ", and more for refills" if cfg.policy.constant_groups == "refill" else ""
     return (
         f"length: {rounds(whole)} rounds of {cfg.env.num_envs} problems x {cfg.env.repeats} samples, "
-        f"{rounds(whole) * steps_per_round(whole)} optimizer steps, {epochs:.3g} times {problems} problems"
-        f"{refilled}"
+        f"{rounds(whole) * steps_per_round(whole)} optimizer steps{times}{refilled}"
     )
 
 

@@ -164,7 +164,8 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
         problems = problems or data.load(cfg)
         plan = preflight.announce(cfg, asynchronous)
         hub_upload.check(cfg)
-        for sentence in schedule.unreached(with_total_turns(cfg, len(problems.train)), len(problems.train)):
+        count = len(problems.train)
+        for sentence in schedule.length_warnings(with_total_turns(cfg, count), count):
             sys.stderr.write(f"warning: {sentence}\n")
         summary = _prepare_and_train(cfg, run_dir, problems, resume_from=resume_from, plan=plan)
         # Summaries of older versions have no best_step.

@@ -58,7 +58,7 @@ def prepare(
         for example in problems.train if isinstance(problems.train, list) else [problems.train[0]]:
             hinted(example)
     notify(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
-    notify(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
+    notify(describe_length(cfg, len(problems.train)))
     notify(joined_rewards(cfg))
     for note in grader.notes:
         notify(note)

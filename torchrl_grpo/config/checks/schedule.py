@@ -6,11 +6,21 @@ from operator import attrgetter
 
 from torchrl_grpo.config.allocation import shares_devices
 from torchrl_grpo.config.checks.unread import check_unset
-from torchrl_grpo.config.derived import num_devices, optim_batch_size, rounds, steps_per_round, total_turns
+from torchrl_grpo.config.derived import (
+    num_devices,
+    optim_batch_size,
+    passes,
+    rounds,
+    steps_per_round,
+    total_turns,
+)
 from torchrl_grpo.config.keys import bad_value, show
-from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainModelConfig
+from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainConfig, TrainModelConfig
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.errors import ConfigError
+
+# Passes over the problems from which on a default length is longer than anybody wants.
+_MANY_PASSES = 20
 
 
 def check_sync(cfg: Config) -> None:
@@ -141,8 +151,8 @@ def check_sleep(cfg: Config) -> None:
         )
 
 
-def unreached(cfg: Config, problems: int | None = None) -> list[str]:
-    """Return a sentence for each schedule that the run is too short for.
+def length_warnings(cfg: Config, problems: int | None = None) -> list[str]:
+    """Return a sentence for each schedule that the run is too short for, and one if its data are too few.
 
     They are no errors, because a short trial keeps the schedules of the long run that it tries out.
 
@@ -191,6 +201,14 @@ def unreached(cfg: Config, problems: int | None = None) -> list[str]:
         wrong = f"the run draws {drawn} of {problems} problems, so it never reaches the last of them"
         good = "train.total_dialog_turns=null train.num_epochs=1"
         entries.append(("env.order_by", cfg.env.order_by, wrong, good))
+    default = total_turns(cfg) == TrainConfig().total_dialog_turns
+    if default and problems and passes(cfg, problems) > _MANY_PASSES:
+        wrong = (
+            f"this default makes {total} optimizer step{'' if total == 1 else 's'}, which pass over the "
+            f"{problems} problems {passes(cfg, problems):.3g} times"
+        )
+        good = "train.num_epochs=8 or a smaller train.total_dialog_turns"
+        entries.append(("train.total_dialog_turns", total_turns(cfg), wrong, good))
     return [str(bad_value(*entry)) for entry in entries]
 
 
