@@ -69,6 +69,24 @@ def test_only_seeds_that_both_settings_have_are_compared(tmp_path: Path) -> None
     assert "needs at least 2 seeds in common" in screen(results(read_sweep(tmp_path)))
 
 
+def test_a_setting_with_unfinished_trials_is_not_the_best(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"optimizer.lr=1e-3": 0.7, "optimizer.lr=1e-5": 0.4})
+    for number in (0, 1):
+        # As a run that diverges: it stops with an error.
+        (tmp_path / f"{number}/summary.json").unlink()
+    shown = screen(results(read_sweep(tmp_path)))
+    assert "Best: optimizer.lr=1e-5." in shown and "Best: optimizer.lr=1e-3" not in shown
+    assert shown.index("\noptimizer.lr=1e-5") < shown.index("\noptimizer.lr=1e-3")
+    assert "cannot be the best: optimizer.lr=1e-3 (1 of 3). A run that failed" in shown
+    # In the middle of a sweep, all of them may be unfinished.
+    (tmp_path / "3/summary.json").unlink()
+    entries = results(read_sweep(tmp_path))
+    assert entries["best"] is None and [entry["mean"] is None for entry in entries["settings"]] == [False] * 2
+    shown = screen(entries)
+    assert "No setting has ended with all of its trials" in shown and "No trial has ended" not in shown
+    assert "optimizer.lr=1e-3 (1 of 3), optimizer.lr=1e-5 (2 of 3)" in shown
+
+
 def test_a_setting_of_which_a_trial_was_stopped_has_no_mean(tmp_path: Path) -> None:
     write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7}, seeds=2)
     (tmp_path / "3/summary.json").unlink()

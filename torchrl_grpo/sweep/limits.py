@@ -14,6 +14,22 @@ _MEASURING = {*MEASURING, "eval.reward", "eval.threshold"}
 Groups = Mapping[str, Sequence[Trial]]
 
 
+def of_unfinished(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield which settings cannot be the best, because some of their trials are unfinished.
+
+    Args:
+        entries: settings with a mean and with unfinished trials.
+    """
+    if entries:
+        counts = [
+            f"{entry['name']} ({len(entry['seeds'])} of {sum(entry['states'].values())})" for entry in entries
+        ]
+        yield (
+            f"Not all trials have ended, so these settings cannot be the best: {', '.join(counts)}. A run "
+            "that failed stays unfinished."
+        )
+
+
 def of_groups(groups: Groups, metric: str) -> Iterator[str]:
     """Yield what the settings themselves say against a comparison.
 

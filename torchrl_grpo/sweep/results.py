@@ -18,7 +18,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.runtime.files.shared_files import replace
 from torchrl_grpo.sweep import limits, statistics
-from torchrl_grpo.sweep.trials import ENDED, STOPPED_EARLY, Trial, metric_of, settings
+from torchrl_grpo.sweep.trials import ENDED, STOPPED_EARLY, UNFINISHED, Trial, metric_of, settings
 
 RESULTS = "sweep.json"
 BETTER, WORSE, OPEN = "better", "worse", "not distinguishable"
@@ -58,6 +58,8 @@ def results(trials: Sequence[Trial], baseline: str | None = None) -> dict[str, A
         entry for entry in entries if entry["mean"] is not None and metric_of(groups[entry["name"]]) == metric
     ]
     others = [entry for entry in ranked if entry["name"] != first]
+    # A run that diverges stops with an error and stays unfinished. The mean of the others says too much.
+    whole = [entry for entry in ranked if _has_ended(entry)]
     # Of several comparisons, one would otherwise be a false finding more often than once in 20 sweeps.
     strict = 1 - (1 - statistics.LEVEL) / max(1, len(others))
     for entry in entries:
@@ -69,8 +71,12 @@ def results(trials: Sequence[Trial], baseline: str | None = None) -> dict[str, A
         "level": statistics.LEVEL,
         "baseline": first,
         "comparisons": len(others),
-        "best": max(ranked, key=_mean)["name"] if ranked else None,
-        "notes": [*limits.of_groups(groups, metric), *limits.of_pairs(entries, groups, first)],
+        "best": max(whole, key=_mean)["name"] if whole else None,
+        "notes": [
+            *limits.of_unfinished([entry for entry in ranked if entry not in whole]),
+            *limits.of_groups(groups, metric),
+            *limits.of_pairs(entries, groups, first),
+        ],
         "settings": entries,
         "trials": [_trial(trial) for trial in trials],
     }
@@ -88,9 +94,12 @@ def write(folder: Path, entries: Mapping[str, Any]) -> Path:
 
 
 def table(entries: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows of the table of settings, the best first, below the names of the columns."""
+    """Return the rows of the table of settings, below the names of the columns.
+
+    The best is the first, and settings with unfinished trials come after the others.
+    """
     metric = _SHORT.get(entries["metric"], "held-out")
-    ranked = sorted(entries["settings"], key=lambda entry: -_mean(entry))
+    ranked = sorted(entries["settings"], key=lambda entry: (not _has_ended(entry), -_mean(entry)))
     names = ("setting", "seeds", metric, "95 %", "difference", "")
     return [names, *(_row(entry, entries["baseline"]) for entry in ranked)]
 
@@ -181,6 +190,10 @@ def _mean(entry: Mapping[str, Any]) -> float:
     return float("-inf") if entry["mean"] is None else float(entry["mean"])
 
 
+def _has_ended(entry: Mapping[str, Any]) -> bool:
+    return UNFINISHED not in entry["states"]
+
+
 def _row(entry: Mapping[str, Any], baseline: str | None) -> tuple[str, ...]:
     states = [f"{count} {state}" for state, count in sorted(entry["states"].items()) if state != ENDED]
     mean = "-" if entry["mean"] is None else f"{entry['mean']:.3f}"
@@ -220,6 +233,8 @@ def _advice(difference: Mapping[str, Any] | None) -> str:
 def verdict(entries: Mapping[str, Any]) -> list[str]:
     """Return the sentences that say which setting won, and what limits that."""
     best, baseline, notes = entries["best"], entries["baseline"], entries["notes"]
+    if best is None and any(entry["mean"] is not None for entry in entries["settings"]):
+        return ["No setting has ended with all of its trials, so none is called the best.", *notes]
     if best is None:
         return ["No trial has ended with a held-out value, so nothing can be compared.", *notes]
     differences = {entry["name"]: entry["difference"] for entry in entries["settings"]}
