@@ -12,6 +12,7 @@ import pytest
 
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.observe.guards import Finding, Guards
+from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.observe.past import Setting, constant_share, equal_grades_note, group_size_note
 from torchrl_grpo.observe.report import summary
 from torchrl_grpo.observe.rules import RULES
@@ -109,6 +110,24 @@ def test_a_held_out_value_falls_without_rewards_too() -> None:
     solutions = {"reward__mean": None, "reward__constant_groups": None, "policy__ratio": None}
     lines = [row(step, **solutions, **evaluation(value)) for step, value in ((0, 0.5), (5, 0.8), (9, 0.6))]
     assert watch(lines) == [(9, "held_out_falls")]
+
+
+def test_a_model_that_overfits_is_warned_of() -> None:
+    solutions = {"reward__mean": None, "reward__constant_groups": None, "policy__ratio": None}
+
+    def lines(width: float) -> list[dict[str, Any]]:
+        return [
+            row(
+                step, **solutions, eval__num_problems=8, eval__loss=loss, eval__loss_low=loss - width,
+                eval__loss_high=loss + width,
+            )
+            for step, loss in enumerate((2.0, 1.0, 1.5, 3.0, 6.0))
+        ]  # fmt: skip
+
+    assert watch(lines(0.5)) == [(3, "held_out_falls")]
+    assert watch(lines(3.0)) == [], "it may be chance"
+    assert held_out({"eval/loss": 2.0, "eval/loss_low": 1.5, "eval/loss_high": 3.0}) == (-2.0, -3.0, -1.5)
+    assert held_out({"eval/loss": 2.0}) == (-2.0, -2.0, -2.0), "one problem"
 
 
 def test_every_rule_has_a_sign_here() -> None:

@@ -535,6 +535,7 @@ def test_plot_names_what_grades(
         (-0.25, (-0.4, -0.1), "-0.250   (95 % interval -0.400 to -0.100), more than chance"),
         (0.5, (0.0, 1.0), "+0.500   (95 % interval +0.000 to +1.000), may be chance; eval.num_problems or"),
         (0.5, (-math.inf, math.inf), "+0.500, may be chance; eval.num_problems or"),
+        (0.0, (0.0, 0.0), "+0.000, the same on each held-out problem"),
     ],
 )
 def test_the_end_says_whether_the_held_out_value_changed(

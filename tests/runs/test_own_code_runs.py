@@ -193,6 +193,8 @@ def test_questions_and_solutions_are_enough_for_sft(
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     first, last = (lines(tmp_path / "run/metrics.jsonl")[at] for at in (0, -1))
     assert (summary["loss_before"], summary["loss_after"]) == (first["eval/loss"], last["eval/loss"])
+    low, high = summary["loss_ci95"]
+    assert low < last["eval/loss"] < high and f"(95 % interval {low:.3f} to {high:.3f})" in said
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
 
 

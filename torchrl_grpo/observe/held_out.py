@@ -28,12 +28,11 @@ class HeldOut(NamedTuple):
 
 def held_out(metrics: Mapping[str, Any]) -> HeldOut | None:
     """Return the held-out value among a step's metrics; None if the step has no evaluation."""
-    for name in ("eval/primary", "eval/accuracy"):
+    for name in PRIMARY:
         if (value := metrics.get(name)) is not None:
-            # One problem has no interval, and neither has a loss.
-            low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
-            return HeldOut(value, value if low is None else low, value if high is None else high)
-    if (loss := metrics.get("eval/loss")) is None:
-        return None
-    # A smaller loss is better.
-    return HeldOut(-loss, -loss, -loss)
+            # One problem has no interval.
+            low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+            low, high = value if low is None else low, value if high is None else high
+            # A smaller loss is better.
+            return HeldOut(-value, -high, -low) if name == "eval/loss" else HeldOut(value, low, high)
+    return None

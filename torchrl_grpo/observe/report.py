@@ -197,6 +197,8 @@ def closing_words(
 def _change(value: float, bounds: tuple[float, float]) -> str:
     """Describe the difference of two evaluations on the same problems."""
     low, high = bounds
+    if low == high == 0:
+        return f"{value:+.3f}, the same on each held-out problem"
     # A single problem has no interval.
     interval = f"   (95 % interval {low:+.3f} to {high:+.3f})" if math.isfinite(low) else ""
     if low > 0 or high < 0:
@@ -313,7 +315,7 @@ def _draw_held_out(axes: Axes, rows: list[dict[str, Any]], grader: str) -> None:
     what = "accuracy" if kind == "accuracy" else "reward"
     title = f"Held-out {what}{grader and f' by {grader}'}, with 95 % interval"
     if _column(rows, "eval/loss")[0]:
-        kind, title = "loss", "Loss of held-out solutions, nats per token"
+        kind, title = "loss", "Loss of held-out solutions, nats per token, with 95 % interval"
     _heading(axes, title)
     name = f"eval/{kind}"
     steps, (values,) = _column(rows, name)

@@ -364,7 +364,7 @@ RULES = (
     ),
     Rule(
         name="held_out_falls",
-        reads=("eval/num_problems", "eval/accuracy"),
+        reads=("eval/num_problems", "eval/accuracy", "eval/loss"),
         number=_fallen(rewards_rise=False),
         threshold=1.0,
         window=1,

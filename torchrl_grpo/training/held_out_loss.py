@@ -13,6 +13,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import prompt_pictures, render
 from torchrl_grpo.envs.solution_tokens import solutions
 from torchrl_grpo.inference.protocol import Completion, Inference
+from torchrl_grpo.observe.stats import mean_interval
 from torchrl_grpo.training.evaluator import Evaluation
 from torchrl_grpo.training.learner import Learner
 
@@ -64,24 +65,26 @@ class HeldOutLoss:
         """Measure the weights of the trainer; the engine has nothing to do.
 
         Returns:
-            ``eval/loss`` in nats per token, ``eval/perplexity``, which is its exponential, and
-            ``eval/num_problems``; and the solutions, each with its own mean loss and number
-            of tokens.
+            ``eval/loss`` in nats per token with its 95 % interval (``eval/loss_low``, ``eval/loss_high``),
+            ``eval/perplexity``, which is its exponential, and ``eval/num_problems``; and the solutions, each
+            with its own mean loss and number of tokens.
         """
         log_probs = self._learner.ranks.call_all(Learner.log_probs, self._learner, self._groups)
         mask = sampled_mask(self._groups)
         losses = -(log_probs.double() * mask).sum(-1).flatten()
         counts = mask.sum(-1).flatten()
         mean = float(losses.sum() / counts.sum())
-        results = zip((losses / counts).tolist(), counts.tolist(), strict=True)
+        means, tokens = (losses / counts).tolist(), counts.tolist()
         rows = [
             {
                 **{"id": example.id, "prompt": prompt, "response": solution.text, "rewards": {}},
                 **{"grade": loss, "tokens": count},
             }
-            for example, prompt, solution, (loss, count) in zip(
-                self.examples, self._prompts, self._solutions, results, strict=True
+            for example, prompt, solution, loss, count in zip(
+                self.examples, self._prompts, self._solutions, means, tokens, strict=True
             )
         ]
         metrics = {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))}
+        if (bounds := mean_interval(means, tokens)) is not None:
+            metrics |= {"eval/loss_low": bounds[0], "eval/loss_high": bounds[1]}
         return Evaluation({**metrics, "eval/num_problems": len(self.examples)}, rows)

@@ -284,7 +284,8 @@ def _train(
         bounds = [last.get("eval/primary_low"), last.get("eval/primary_high")]
         extras |= {"primary_before": counters.primary_before, "primary_after": mean, "primary_ci95": bounds}
     if "eval/loss" in last:
-        extras |= {"loss_before": counters.loss_before, "loss_after": last["eval/loss"]}
+        bounds = [last.get("eval/loss_low"), last.get("eval/loss_high")]
+        extras |= {"loss_before": counters.loss_before, "loss_after": last["eval/loss"], "loss_ci95": bounds}
     path = report.summary(
         run_dir,
         accuracy_before=counters.share_before,
