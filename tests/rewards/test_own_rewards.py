@@ -217,7 +217,7 @@ def test_parts_of_a_function_are_logged(scored: Callable[..., list[ResponseScore
     [
         ("hangs", "did not answer within 2 s"),
         ("dies", "exited unexpectedly (exit code 3)"),
-        ("raises", "UserCodeError: KeyError: 'no such thing', line 46 of mine.py"),
+        ("raises", "KeyError: 'no such thing', line 46 of mine.py"),
         ("text", "ValueError: could not convert string to float: 'good'"),
         ("too_many", "ValueError: it returned 2 numbers for 1 completions"),
         ("no_list", "TypeError: it returned float, not a list of 1 numbers"),
@@ -231,6 +231,7 @@ def test_what_goes_wrong_in_a_function_counts_as_an_error(
 ) -> None:
     first, second = scored(function, ["hang", "well"])
     assert first.total == 0.0 and error in first.errors["own"]
+    assert "Job" not in first.errors["own"] and "UserCodeError" not in first.errors["own"]
     # A call that was ended does not end the next one.
     passes = function in ("hangs", "some_numbers")
     assert (second.total, second.errors) == ((1.0, {}) if passes else (0.0, first.errors))

@@ -422,7 +422,7 @@ def test_a_hanging_comparison_is_a_counted_error_in_a_thread(make: Callable[[], 
         [fine] = both.score(["ok"], [example()])
     finally:
         both.close()
-    assert hung.total == -2.0 and "JobTimeout" in hung.errors[reward.name]
+    assert hung.total == -2.0 and "did not answer within" in hung.errors[reward.name]
     assert fine.total == 2.0 and not fine.errors
     assert both.error_count == 1
 

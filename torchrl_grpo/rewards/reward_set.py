@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,8 @@ from torchrl_grpo.rewards.types import (
 from torchrl_grpo.runtime.printable import printable
 
 _log = logging.getLogger(__name__)
+# Types of errors that a reward's process has passed on. The error of the reward follows.
+_OF_PROCESSES = re.compile(r"^((JobFailed|JobError|JobTimeout|UserCodeError): )+")
 
 
 class RewardSet:
@@ -249,7 +252,7 @@ def close_all(parts: Sequence[object]) -> None:
 
 def error_text(error: Exception) -> str:
     """Return type and message of an error, which may repeat what a model has written."""
-    return printable(f"{type(error).__name__}: {error}")[:2_000]
+    return printable(_OF_PROCESSES.sub("", f"{type(error).__name__}: {error}"))[:2_000]
 
 
 def excerpt(completion: str) -> str:
