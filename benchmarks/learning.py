@@ -96,7 +96,7 @@ _GRPO_DICE = Stage(
         *_DICE,
         "env.num_envs=16",
         "env.repeats=8",
-        "train.total_dialog_turns=8192",
+        "train.total_dialog_turns=4096",
         "optimizer.lr=1e-4",
         "inference_model.enforce_eager=true",
     ),
