@@ -180,14 +180,14 @@ Accuracies = dict[str, tuple[float, float]]
 SECONDS = "seconds of the last command"
 
 
-def run_arm(
+def run_stages(
     stages: Sequence[Stage],
     seed: int,
     folders: Sequence[Path],
     words: Sequence[str],
     model: Path | None = None,
-) -> Accuracies:
-    """Run the commands of an arm.
+) -> None:
+    """Run the commands of an arm that have not run yet.
 
     Args:
         stages: commands; each takes the last model of the one before.
@@ -195,13 +195,7 @@ def run_arm(
         folders: folder of each run.
         words: further words of every command.
         model: model that the first command begins with; None for that of its configuration.
-
-    Returns:
-        For each accuracy in ``metrics.jsonl``, and for the share of right formats, its value before the first
-        command and after the last. Under SECONDS is how long the last command took, twice.
     """
-    before: dict[str, float] = {}
-    after: dict[str, float] = {}
     last = [] if model is None else [str(model)]
     for stage, run in zip(stages, folders, strict=True):
         if not (run / "summary.json").is_file():
@@ -214,16 +208,35 @@ def run_arm(
                 *words,
             ]
             subprocess.run([*command, f"hydra.run.dir={run}", "logging.progress=false"], check=True)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        accuracies = [
-            {name: value for name, value in line.items() if name.endswith(("/accuracy", "/in_tags"))}
-            for line in lines
-        ]
-        before = before or accuracies[0]
-        after = accuracies[-1]
-        last = [f"{run}/checkpoints/{lines[-1]['step']}/model"]
-        seconds = json.loads((run / "summary.json").read_text())["seconds"]
+        last = [f"{run}/checkpoints/{_lines(run)[-1]['step']}/model"]
+
+
+def folders_of(
+    stages: Sequence[Stage], arms: Mapping[str, Sequence[Stage]], seed: int, folder: Path
+) -> list[Path]:
+    """Return the folder of each run of an arm. Arms that begin with the same commands share their runs."""
+    ends = range(1, len(stages) + 1)
+    return [folder / _named(_first_with(stages[:end], arms), seed) / str(end - 1) for end in ends]
+
+
+def _accuracies(folders: Sequence[Path]) -> Accuracies:
+    """Return the results of an arm.
+
+    Returns:
+        For each accuracy in ``metrics.jsonl``, and for the share of right formats, its value before the first
+        command and after the last. Under SECONDS is how long the last command took, twice.
+    """
+    before, after = _measured(_lines(folders[0])[0]), _measured(_lines(folders[-1])[-1])
+    seconds = json.loads((folders[-1] / "summary.json").read_text())["seconds"]
     return {**{name: (before[name], after[name]) for name in before}, SECONDS: (seconds, seconds)}
+
+
+def _measured(line: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name.endswith(("/accuracy", "/in_tags"))}
+
+
+def _lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -283,11 +296,9 @@ def main() -> None:
         if model is not None and not model.is_dir():
             small_vlm.build(model, seed)
         for arm, stages in arms.items():
-            folders = [
-                asked.folder.resolve() / _named(_first_with(stages[:end], arms), seed) / str(end - 1)
-                for end in range(1, len(stages) + 1)
-            ]
-            found[arm].append(run_arm(stages, seed, folders, asked.words, model))
+            folders = folders_of(stages, arms, seed, asked.folder.resolve())
+            run_stages(stages, seed, folders, asked.words, model)
+            found[arm].append(_accuracies(folders))
         print(f"\n{seed + 1} seed(s)\n{table(found)}", flush=True)
 
 

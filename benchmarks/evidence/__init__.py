@@ -1,0 +1,1 @@
+"""What is learned, with controls, seeds and intervals: experiments, their records, and the page."""

@@ -1,0 +1,53 @@
+"""``python -m benchmarks.evidence [NAME ...]``: run experiments, keep their records, and write the page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.evidence import page, records
+from benchmarks.evidence.experiments import EXPERIMENTS
+from benchmarks.learning import folders_of, run_stages
+
+
+def main() -> None:
+    """Run each experiment seed by seed. Runs that are in the folder already are not repeated."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--folder", type=Path, help="folder for the runs")
+    parser.add_argument("--seed", type=int, help="the only seed to run")
+    parser.add_argument("--arm", help="the only arm to run")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in EXPERIMENTS]:
+        parser.error(f"NAME={unknown[0]}: there is no such experiment; write one of {', '.join(EXPERIMENTS)}")
+    if args.names and args.folder is None:
+        parser.error("--folder: it is missing; write the folder for the runs")
+    for name in args.names:
+        experiment = EXPERIMENTS[name]
+        for seed in range(experiment.seeds) if args.seed is None else [args.seed]:
+            for arm, stages in experiment.arms.items():
+                if args.arm in (None, arm):
+                    runs = folders_of(stages, experiment.arms, seed, args.folder.resolve() / name)
+                    run_stages(stages, seed, runs, ())
+                    _keep(name, records.read_record(arm, seed, runs, experiment.shape))
+    _write_page()
+
+
+def _keep(name: str, record: dict[str, object]) -> None:
+    known = {(row["arm"], row["seed"]): row for row in records.load(name)}
+    known[record["arm"], record["seed"]] = record
+    records.save(name, [known[key] for key in sorted(known, key=str)])
+
+
+def _write_page() -> None:
+    present = {name: records.load(name) for name in EXPERIMENTS}
+    page.PAGE.write_text(page.page(present))
+    for name, rows in present.items():
+        if rows:
+            page.draw(name, EXPERIMENTS[name], rows, page.PICTURES)
+    sys.stdout.write(f"written to {page.PAGE}\n")
+
+
+if __name__ == "__main__":
+    main()

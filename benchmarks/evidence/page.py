@@ -1,0 +1,114 @@
+"""Makes ``docs/results.md`` and its pictures of the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evidence.experiments import EXPERIMENTS, Experiment
+from torchrl_grpo.sweep import statistics
+
+_ROOT = Path(__file__).resolve().parents[2]
+PAGE, PICTURES = _ROOT / "docs/results.md", _ROOT / "docs/pictures"
+_HEAD = """# Results
+
+What models learn here, each with its controls, several seeds and intervals. A section is one command:
+
+```
+python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page
+python -m benchmarks.evidence NAME --folder FOLDER --seed 1    # one seed again
+```
+
+FOLDER then has the raw responses (`rollouts.jsonl`, `evaluations.jsonl`), and `benchmarks/evidence/records`
+has commands, versions, the curve of each run, and the grade of each held-out problem. Held-out problems are
+never trained on.
+
+Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
+first arm, on the same seeds and problems.
+"""
+
+
+def page(records: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Return the page of the experiments that have records."""
+    sections = [_section(name, EXPERIMENTS[name], rows) for name, rows in records.items() if rows]
+    return "\n".join([_HEAD, *sections])
+
+
+def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of an experiment's table, an arm each."""
+    arms = [arm for arm in experiment.arms if any(record["arm"] == arm for record in records)]
+    grades = {arm: {row["seed"]: row for row in records if row["arm"] == arm} for arm in arms}
+    rows = []
+    for arm in arms:
+        own = grades[arm]
+        before, after = (np.array([run[key] for run in own.values()]) for key in ("before", "after"))
+        cells = [arm, str(len(own)), _mean(before), _mean(after), _mean(after - before, signed=True)]
+        shared = [seed for seed in own if seed in grades[arms[0]]]
+        pairs = np.array([np.subtract(own[seed]["after"], grades[arms[0]][seed]["after"]) for seed in shared])
+        cells.append("" if arm == arms[0] or not shared else _mean(pairs, signed=True))
+        if experiment.shape:
+            formed = np.mean([run["formed"] for run in own.values()], axis=0)
+            cells.append(f"{formed[0]:.2f}, then {formed[1]:.2f}")
+        cells.append(f"{np.mean([sum(run['seconds']) for run in own.values()]):.0f}")
+        rows.append(cells)
+    return rows
+
+
+def _mean(values: Any, signed: bool = False) -> str:
+    """Return the mean of values ``[S, P]`` with its interval, if there are several seeds."""
+    sign = "+" if signed else ""
+    if len(values) < 2:
+        return f"{values.mean():{sign}.3f}"
+    mean, half = statistics.interval(values)
+    low, high = max(mean - half, -1.0 if signed else 0.0), min(mean + half, 1.0)
+    return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
+    columns = ["arm", "seeds", "before", "after", "rise", "difference"]
+    columns += ["in the right form"] if experiment.shape else []
+    columns.append("seconds")
+    rows = [columns, ["---"] * len(columns), *table(experiment, records)]
+    first = records[0]
+    kinds = sorted({record["machine"] for record in records})
+    versions = ", ".join(f"{package} {first['versions'][package]}" for package in ("torch", "transformers"))
+    return "\n".join(
+        [
+            f"## {name.capitalize()}\n",
+            f"Claim: {experiment.claim} It would be refuted if: {_lower(experiment.refuted_by)}\n",
+            *("| " + " | ".join(row) + " |" for row in rows),
+            "",
+            f"{len(first['ids'])} held-out problems; {versions}; {'; '.join(kinds)}; "
+            f"`python -m benchmarks.evidence {name} --folder FOLDER`; "
+            f"[records](../benchmarks/evidence/records/{name}.json).",
+            "",
+            f"![learning curves](pictures/evidence-{name}.svg)\n",
+        ]
+    )
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Draw the mean held-out value of each arm over steps, between its lowest and its highest seed."""
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = name
+    figure, axes = pyplot.subplots(figsize=(6, 3.2))
+    for arm in experiment.arms:
+        runs = [record for record in records if record["arm"] == arm]
+        if not runs or any(run["steps"] != runs[0]["steps"] for run in runs):
+            continue
+        values = np.array([run["values"] for run in runs])
+        (line,) = axes.plot(runs[0]["steps"], values.mean(0), marker=".", label=arm)
+        axes.fill_between(runs[0]["steps"], values.min(0), values.max(0), color=line.get_color(), alpha=0.2)
+    axes.set(xlabel="optimizer steps", ylabel="held-out value", ylim=(0, 1))
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / f"evidence-{name}.svg", metadata={"Date": None})
+    pyplot.close(figure)

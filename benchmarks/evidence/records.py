@@ -1,0 +1,101 @@
+"""What of a run an experiment keeps: how it was started, its curve, and the grade of each held-out problem.
+
+A record has what the tables need, so they can be computed again without the run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.checkpoints.run_dir import public_command
+from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, read_jsonl
+from torchrl_grpo.sweep.trials import read_trial
+
+FOLDER = Path(__file__).resolve().parent / "records"
+
+
+def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str) -> dict[str, Any]:
+    """Return the record of an arm that has ended.
+
+    Args:
+        arm: name of the arm.
+        seed: its seed.
+        runs: folders of its runs, of which each began with the model of the one before.
+        shape: regular expression of a whole response in the right form; empty if there is no form.
+
+    Raises:
+        ValueError: the runs have no evaluations that can be compared.
+    """
+    first, last = runs[0], runs[-1]
+    trial = read_trial(last)
+    before, after = _graded(first, 0, shape), _graded(last, trial.last_step, shape)
+    if not after or before.keys() != after.keys():
+        raise ValueError(f"{last}: the evaluations before and after training are not of the same problems")
+    summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
+    about = json.loads((last / ".hydra/about.json").read_text())
+    ids = sorted(after)
+    record: dict[str, Any] = {
+        "arm": arm,
+        "seed": seed,
+        "commands": [public_command(run / ".hydra") for run in runs],
+        "versions": about["versions"],
+        "machine": about["machine"],
+        "started": about["started"],
+        "seconds": [summary["seconds"] for summary in summaries],
+        "responses": [summary["dialog_turns"] for summary in summaries],
+        "metric": trial.metric,
+        "steps": trial.steps,
+        "values": trial.values,
+        "ids": ids,
+        "before": [before[id][0] for id in ids],
+        "after": [after[id][0] for id in ids],
+    }
+    if shape:
+        record["formed"] = [sum(each[id][1] for id in ids) / len(ids) for each in (before, after)]
+    passes = [
+        {name: value for name, value in row.items() if re.fullmatch(r"eval/pass_at_\d+", name)}
+        for row in read_jsonl(last / METRICS)
+        if "eval/num_problems" in row
+    ]
+    if any(passes):
+        record["passes"] = [passes[0], passes[-1]]
+    return record
+
+
+def _graded(run: Path, step: int, shape: str) -> dict[str, tuple[float, bool]]:
+    """Return the mean grade of each problem at a step, and whether its first response has the right form."""
+    grades: dict[str, list[float]] = {}
+    formed: dict[str, bool] = {}
+    for row in read_jsonl(run / EVALUATIONS):
+        if row["step"] == step and row.get("grade") is not None:
+            grades.setdefault(row["id"], []).append(row["grade"])
+            formed.setdefault(row["id"], re.fullmatch(shape, row["response"].strip()) is not None)
+    return {id: (sum(values) / len(values), formed[id]) for id, values in grades.items()}
+
+
+def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Return the records of an experiment; none if it was not run."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        return []
+    content = json.loads(path.read_text())
+    return [{**record, "ids": content["ids"]} for record in content["runs"]]
+
+
+def save(name: str, records: Sequence[dict[str, Any]], folder: Path = FOLDER) -> None:
+    """Write the records of an experiment, one a line. Problems are named once.
+
+    Raises:
+        ValueError: two runs were not measured on the same problems.
+    """
+    ids = records[0]["ids"]
+    if any(record["ids"] != ids for record in records):
+        raise ValueError(f"{name}: not all runs were measured on the same problems, so they are not compared")
+    folder.mkdir(exist_ok=True)
+    rows = [json.dumps({key: value for key, value in record.items() if key != "ids"}) for record in records]
+    lines = ",\n".join(rows)
+    (folder / f"{name}.json").write_text(f'{{"ids": {json.dumps(ids)},\n"runs": [\n{lines}\n]}}\n')

@@ -1,0 +1,81 @@
+"""The experiments of ``benchmarks.evidence``: their commands, their records, and the page made of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_files import write_evaluations
+from scipy import stats
+
+from benchmarks.evidence import controls, page, records
+from benchmarks.evidence.experiments import EXPERIMENTS, Experiment
+from torchrl_grpo.cli.checked_job import compose_job
+
+ARMS: dict[str, Any] = {"GRPO": (), "random": ()}
+
+
+def made(arm: str, seed: int, before: list[float], after: list[float], **more: Any) -> dict[str, Any]:
+    ids = [str(number) for number in range(len(after))]
+    return {"arm": arm, "seed": seed, "ids": ids, "before": before, "after": after, "seconds": [10], **more}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_commands_of_an_experiment_are_accepted(experiment: str) -> None:
+    stages = {stage.words: stage for arm in EXPERIMENTS[experiment].arms.values() for stage in arm}
+    for stage in stages.values():
+        model = [] if stage.takes == "model.name" else [f"{stage.takes}=smollm2-135m"]
+        name, *words = stage.words
+        cfg = compose_job([*words, *model], name.removeprefix("--config-name="), None)
+        assert cfg.train.method == ("sft" if "sft" in stage.script else "grpo")
+
+
+def test_the_page_is_that_of_the_records() -> None:
+    present = {name: records.load(name) for name in EXPERIMENTS}
+    assert page.page(present) == page.PAGE.read_text()
+    assert len(page.PAGE.read_text().split()) < 1500
+    assert any(present.values())
+
+
+def test_a_table_has_means_and_paired_differences_with_intervals() -> None:
+    after = {"GRPO": [0.6, 0.8, 0.7], "random": [0.1, 0.4, 0.2]}
+    rows = [made(arm, seed, [0.1], [value]) for arm in ARMS for seed, value in enumerate(after[arm])]
+    first, second = page.table(Experiment("", "", ARMS), rows)
+    differences = [one - other for one, other in zip(after["random"], after["GRPO"], strict=True)]
+    half = stats.t.ppf(0.975, 2) * statistics.stdev(differences) / 3**0.5
+    mean = statistics.fmean(differences)
+    assert second[5] == f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+    assert (first[0], first[1], first[5], first[6]) == ("GRPO", "3", "", "10")
+    assert first[3].startswith("0.700 (") and first[4].startswith("+0.600 (")
+
+
+def test_an_arm_of_one_seed_has_no_interval_and_the_share_of_the_right_form() -> None:
+    rows = [made("GRPO", 0, [0.0, 1.0], [1.0, 1.0], formed=[0.25, 1.0])]
+    (row,) = page.table(Experiment("", "", ARMS, shape="x"), rows)
+    assert row == ["GRPO", "1", "0.500", "1.000", "+0.500", "", "0.25, then 1.00", "10"]
+
+
+def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
+    run = write_evaluations(tmp_path / "run", {0: {"p": 0.0, "q": 1.0}, 4: {"p": 1.0, "q": [1.0, 0.0]}})
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "eval/accuracy": 0.5}) + "\n" for step in (0, 4))
+    )
+    (run / "summary.json").write_text(json.dumps({"seconds": 9, "dialog_turns": 64, "steps": 4}))
+    about = json.loads((run / ".hydra/about.json").read_text())
+    (run / ".hydra/about.json").write_text(json.dumps({**about, "machine": "Linux", "started": "today"}))
+    record = records.read_record("GRPO", 1, [run], r"run p \d 0")
+    assert (record["ids"], record["before"], record["after"]) == (["p", "q"], [0.0, 1.0], [1.0, 0.5])
+    assert (record["formed"], record["seconds"], record["steps"]) == ([0.5, 0.5], [9], [0, 4])
+    records.save("made", [record, {**record, "seed": 2}], tmp_path / "records")
+    assert records.load("made", tmp_path / "records") == [record, {**record, "seed": 2}]
+    with pytest.raises(ValueError, match="not all runs were measured on the same problems"):
+        records.save("made", [record, {**record, "ids": ["p"]}], tmp_path / "records")
+
+
+def test_control_rewards_know_nothing_of_the_answer() -> None:
+    assert [controls.shape(text, None, r"-?\d+") for text in (" -7 ", "7.", "It is 7")] == [1.0, 0.0, 0.0]
+    drawn = [controls.chance("the same", None) for _ in range(1000)]
+    assert {*drawn} == {0.0, 1.0} and 400 < sum(drawn) < 600
