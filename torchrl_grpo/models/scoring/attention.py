@@ -80,9 +80,11 @@ class _Attention(torch.autograd.Function):
         ctx.scale, ctx.size = scale, size
         q, k, v = _by_key_head(query, key), key.flatten(0, 1), value.flatten(0, 1)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
+        # One cast for all blocks.
+        wide_q, wide_k, wide_v = _widened(q) * scale, _widened(k), _widened(v)
         for part, visible in _blocks(q, k, seen, size):
-            shares = _probabilities(q[part], k[part], visible, scale)
-            out[part] = torch.bmm(shares, v[part].to(shares.dtype))
+            shares = _probabilities(wide_q[part], wide_k[part], visible)
+            out[part] = torch.bmm(shares, wide_v[part])
         return out.view(*query.shape[:3], -1)
 
     @staticmethod
@@ -95,10 +97,11 @@ class _Attention(torch.autograd.Function):
         # all keys share (as with Qwen2's biases), times that error, would enter the gradient of the queries.
         # So the mean key is subtracted first.
         centered = k - torch.bmm(k.new_full((len(k), 1, k.shape[1]), 1 / k.shape[1]), k)
+        wide_q, wide_k, wide_v, wide_out = _widened(q) * ctx.scale, *map(_widened, (k, v, by_out))
         for part, visible in _blocks(q, k, seen, ctx.size):
-            shares = _probabilities(q[part], k[part], visible, ctx.scale)
+            shares = _probabilities(wide_q[part], wide_k[part], visible)
             torch.bmm(shares.to(v.dtype).mT, by_out[part], out=by_v[part])
-            by_shares = torch.bmm(by_out[part].to(shares.dtype), v[part].to(shares.dtype).mT)
+            by_shares = torch.bmm(wide_out[part], wide_v[part].mT)
             by_scores = torch._softmax_backward_data(by_shares, shares, -1, shares.dtype)
             by_scores = by_scores.mul_(ctx.scale).to(q.dtype)
             torch.bmm(by_scores, centered[part], out=by_q[part])
@@ -120,10 +123,14 @@ def _blocks(q: Tensor, k: Tensor, seen: Tensor, size: int) -> Iterator[tuple[sli
         yield part, seen[rows[part]]
 
 
-def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Compute ``[n, H/K T, S]`` from queries ``[n, H/K T, D]`` and keys ``[n, S, D]`` in float32 or wider."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.bmm(q.to(dtype) * scale, k.to(dtype).mT)
+def _widened(operand: Tensor) -> Tensor:
+    """Cast an operand to float32 if its dtype is narrower."""
+    return operand.to(torch.promote_types(operand.dtype, torch.float32))
+
+
+def _probabilities(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """Compute ``[n, H/K T, S]`` from scaled queries ``[n, H/K T, D]`` and keys ``[n, S, D]``."""
+    scores = torch.bmm(q, k.mT)
     hidden = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
     scores.view(len(q), -1, *visible.shape[2:]).add_(hidden)
     return torch.softmax(scores, -1)

@@ -197,12 +197,17 @@ class _Head:
     def _blocks(self, tokens: int) -> Iterator[slice]:
         return _pieces(len(self.weight), max(1, self.block // max(1, tokens)))
 
-    def _logits(self, hidden: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
-        """Return final logits ``[n, v]`` of ``words`` and, with a cap, the derivative of the cap."""
-        dtype, softcap, scale = self.options.dtype, self.options.softcap, self.options.scale
-        logits = linear(
-            hidden.to(dtype), self.weight[words].to(dtype), None if self.bias is None else self.bias[words]
-        )
+    def _weight(self, words: slice) -> Tensor:
+        """Return the weights ``[v, H]`` of ``words`` as operands of products."""
+        return self.weight[words].to(self.options.dtype)
+
+    def _logits(self, hidden: Tensor, weight: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
+        """Return final logits ``[n, v]`` of ``words`` and, with a cap, the derivative of the cap.
+
+        ``hidden`` ``[n, H]`` and ``weight`` ``[v, H]`` are in the dtype of products.
+        """
+        softcap, scale = self.options.softcap, self.options.scale
+        logits = linear(hidden, weight, None if self.bias is None else self.bias[words])
         slope = None
         if scale != 1:
             logits = logits.mul_(scale)
@@ -221,8 +226,9 @@ class _Head:
         highest = torch.full((n,), -torch.inf, device=device)
         total, weighted = torch.zeros(2, n, device=device)
         chosen = torch.zeros(targets.shape, device=device)
+        operand = hidden.to(self.options.dtype)
         for words in self._blocks(n):
-            logits, _ = self._logits(hidden, words)
+            logits, _ = self._logits(operand, self._weight(words), words)
             inside = (targets >= words.start) & (targets < words.stop)
             column = (targets - words.start).clamp(0, words.stop - words.start - 1)
             chosen = torch.where(inside, logits.gather(1, column), chosen)
@@ -245,8 +251,9 @@ class _Head:
         """Return the ``count`` most probable tokens ``[n, count]``, in descending order."""
         best = torch.full((len(hidden), 0), -torch.inf, device=hidden.device)
         ids = torch.zeros((len(hidden), 0), dtype=torch.int64, device=hidden.device)
+        operand = hidden.to(self.options.dtype)
         for words in self._blocks(len(hidden)):
-            logits, _ = self._logits(hidden, words)
+            logits, _ = self._logits(operand, self._weight(words), words)
             values, columns = logits.topk(min(count, logits.shape[1]), 1)
             best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + words.start], 1)
             best, order = best.topk(min(count, best.shape[1]), 1)
@@ -273,7 +280,8 @@ class _Head:
         by_hidden = torch.zeros(hidden.shape, device=hidden.device)
         operand = hidden.to(dtype)
         for words in self._blocks(len(hidden)):
-            logits, slope = self._logits(hidden, words)
+            weight = self._weight(words)
+            logits, slope = self._logits(operand, weight, words)
             logits -= normalizer[:, None]
             inside = (targets >= words.start) & (targets < words.stop)
             column = (targets - words.start).clamp(0, words.stop - words.start - 1)
@@ -300,7 +308,7 @@ class _Head:
                 d_bias[words] += d_logits.sum(0, dtype=torch.float32)
             d_logits = d_logits.to(dtype)
             if d_hidden is not None:
-                _add_product(by_hidden, d_logits, self.weight[words].to(dtype))
+                _add_product(by_hidden, d_logits, weight)
             if d_weight is not None:
                 _add_product(d_weight[words], d_logits.T, operand)
         if d_hidden is not None:
