@@ -103,7 +103,9 @@ def test_without_answers_the_loss_of_held_out_solutions_is_measured(
     rows = [{"question": f"{n} plus 1", "solution": f"It is {n + 1}, or {'so' * (n % 3)}"} for n in range(20)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sft.reward.weights = {}
-    whole = train("whole")
+    with pytest.raises(ConfigError, match=r"train\.stop_at=20\.0: the loss .*; write train\.stop_at=-20$"):
+        train("refused", train__stop_at=20.0)
+    whole = train("whole", train__stop_at=None)
     held_out = read(tmp_path / "whole/evaluations.jsonl")
     assert [row["step"] for row in held_out] == [step for step in (0, 2, 4) for _ in range(6)]
     tokenizer = AutoTokenizer.from_pretrained(sft.model.name)

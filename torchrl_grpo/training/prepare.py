@@ -9,6 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import describe_length
+from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.data.mixture import map_parts
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.envs import lengths
@@ -46,9 +47,13 @@ def prepare(
 
     Raises:
         DataError: a problem cannot be used.
+        ConfigError: ``train.stop_at`` is a value that no loss reaches.
     """
     problems = map_parts(cfg, problems, partial(fit_prompts, tokenizer, notify))
     by_loss = grader.primary == LOSS
+    if by_loss and cfg.train.stop_at is not None and cfg.train.stop_at > 0:
+        wrong = "the loss of held-out solutions is measured, and its negative never reaches this value"
+        raise bad_value("train.stop_at", cfg.train.stop_at, wrong, f"train.stop_at={-cfg.train.stop_at:g}")
     if cfg.train.method == "sft":
         # Of problems that are generated on demand, the others are checked when they are drawn.
         known = problems.train if isinstance(problems.train, list) else [problems.train[0]]
