@@ -99,6 +99,22 @@ def test_defect_keeps_its_exception(workplace: Path) -> None:
     assert "HYDRA_FULL_ERROR" not in os.environ and sys.argv == ["grpo.py"]
 
 
+def test_a_run_whose_reader_has_ended_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+
+    def shows(cfg: Config, run_dir: Path) -> None:
+        os.close(reader)
+        print("Done.", flush=True)
+
+    BEHAVE["do"] = shows
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert call() == 141
+    assert capsys.readouterr().err == ""
+
+
 def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     def stop(cfg: Config, run_dir: Path) -> None:
         raise KeyboardInterrupt

@@ -388,6 +388,8 @@ class _CommandLine:
             else:
                 os.environ["HYDRA_FULL_ERROR"] = full_error
 
+    # Hydra would report the error of an output that nobody reads.
+    @quiet_end()
     def _job(self, node: DictConfig) -> Any:
         """Run one job inside Hydra."""
         from hydra.core.global_hydra import GlobalHydra
