@@ -349,5 +349,7 @@ def test_the_accuracy_before_training_foretells_groups_without_a_signal() -> Non
 def test_equal_grades_of_an_own_reward_are_explained() -> None:
     note = equal_grades_note({"eval/primary": 0.0}, "tidy")
     assert note is not None and note.startswith("tidy gave 0 for every") and "eval.threshold=1" in note
+    assert equal_grades_note({"eval/primary": 0.0, "eval/errors": 0}, "tidy") == note
+    assert equal_grades_note({"eval/primary": 0.0, "eval/errors": 8}, "tidy") is None
     for row in ({"eval/primary": 0.25}, {"eval/primary": 1.0, "eval/accuracy": 1.0}, {"eval/accuracy": 0.0}):
         assert equal_grades_note(row, "tidy") is None

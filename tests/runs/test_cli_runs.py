@@ -474,6 +474,22 @@ def test_dry_run_says_how_long_a_run_is(workplace: Path, capsys: pytest.CaptureF
     assert "total_dialog_turns" not in shown.err
 
 
+def test_dry_run_tries_the_rewards(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "sums.jsonl").write_text('{"question": "What is 1 + 1?"}\n' * 3)
+    (workplace / "mine.py").write_text(
+        "def boom(completion, example):\n    raise ValueError('boom at 7')\n\n\n"
+        "def few(prompts, completions):\n    return [0.5] * (len(completions) - 1)\n\n\n"
+        "def good(prompts, completions):\n    return [float(len(completions))] * len(completions)\n"
+    )
+    functions = ",".join(f"{name}:mine.py:{name}" for name in ("boom", "few", "good"))
+    words = ["env=jsonl", "env.data_path=sums.jsonl", "eval.num_problems=0", "dry_run=true"]
+    assert call(*words, f"reward.functions={{{functions}}}") == 0
+    shown = capsys.readouterr().err
+    warnings = [line for line in shown.splitlines() if line.startswith("warning: reward.functions.")]
+    assert len(warnings) == 2 and "reward.functions.boom failed on" in warnings[0], shown
+    assert "ValueError: boom at 7" in warnings[0] and "reward.functions.few failed on" in warnings[1]
+
+
 def test_dry_run_reads_sizes_alone_of_a_checkpoint(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

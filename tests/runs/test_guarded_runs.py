@@ -61,6 +61,20 @@ def test_a_reward_that_fails_throughout_the_first_round_stops_the_run_with_its_e
     assert error in (tmp_path / "run/rollouts.jsonl").read_text()
 
 
+def test_a_reward_that_fails_before_training_stops_the_run_there(
+    train: Runner, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, error = BROKEN["raises"]
+    own_reward(config, tmp_path, source)
+    config.eval.num_problems = 4
+    with pytest.raises(
+        TrainingStopped, match=rf"all 4 responses of the first evaluation: mine with .*{error}"
+    ):
+        train("run")
+    assert error in (tmp_path / "run/evaluations.jsonl").read_text()
+    assert "for every held-out response" not in capsys.readouterr().err
+
+
 def test_a_reward_that_fails_beside_another_is_warned_of_at_once(
     train: Runner, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

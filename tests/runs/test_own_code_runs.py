@@ -312,7 +312,7 @@ def test_the_judge_of_the_documentation_trains(
     assert "The letter is polite, clear and short." in asked and "Greet the guests of room" in asked
 
 
-def test_a_judge_that_is_not_there_ends_the_run_in_its_first_round(
+def test_a_judge_that_is_not_there_ends_the_run_before_training(
     repo_root: Path, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as unused:
@@ -320,9 +320,9 @@ def test_a_judge_that_is_not_there_ends_the_run_in_its_first_round(
     done = judged(repo_root, tmp_path, port, [f"model.name={tiny_model_dir}", "train.total_dialog_turns=800"])
     assert done.returncode == 2
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "all 8 responses of the first round: judge with " in error
+    assert "all 8 responses of the first evaluation: judge with " in error
     assert "ConnectionRefusedError: " in error and "reward.functions" in error
-    assert [row["step"] for row in lines(tmp_path / "run/rollouts.jsonl")] == [1] * 8
+    assert [row["step"] for row in lines(tmp_path / "run/evaluations.jsonl")] == [0] * 8
 
 
 GOOD = [{"prompt": f"Greet the guests of room {number}.", "level": number} for number in range(20)]

@@ -219,7 +219,8 @@ def equal_grades_note(metrics: Row, grader: str) -> str | None:
         grader: name of the reward.
     """
     value = metrics.get("eval/primary")
-    if value not in (0.0, 1.0) or "eval/accuracy" in metrics:
+    # What a failed call counts as says nothing about the reward.
+    if value not in (0.0, 1.0) or "eval/accuracy" in metrics or metrics.get("eval/errors"):
         return None
     return (
         f"{grader} gave {value:.0f} for every held-out response, so its mean is reported until it also gives "

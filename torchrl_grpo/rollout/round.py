@@ -249,19 +249,26 @@ def _called(parts: Mapping[str, float], errors: Mapping[str, str]) -> dict[str, 
     return dict.fromkeys([*parts, *errors])
 
 
-def check_rewards(round_: Round, weights: Mapping[str, float]) -> None:
-    """Check that a reward judged at least one response of the first round.
+def check_rewards(
+    rewards_by_name: Sequence[Mapping[str, float]],
+    errors_by_response: Sequence[Mapping[str, str]],
+    weights: Mapping[str, float],
+    where: str,
+) -> None:
+    """Check that a reward judged at least one response.
 
     Args:
-        round_: first round of a run.
+        rewards_by_name: named rewards of each response.
+        errors_by_response: errors of each response, by the name of the reward.
         weights: weights of the rewards by name. One of weight 0 teaches nothing.
+        where: what has the responses, such as "the first round".
 
     Raises:
         TrainingStopped: every call of every reward failed. The message has the errors.
     """
     calls = [
         (name, errors.get(name))
-        for parts, errors in zip(round_.rewards_by_name, round_.errors, strict=True)
+        for parts, errors in zip(rewards_by_name, errors_by_response, strict=True)
         for name in _called(parts, errors)
         if weights.get(name)
     ]
@@ -269,7 +276,7 @@ def check_rewards(round_: Round, weights: Mapping[str, float]) -> None:
         return
     errors_by_name = dict(reversed(calls))
     raise TrainingStopped(
-        f"every reward failed on all {len(round_.errors)} responses of the first round: "
+        f"every reward failed on all {len(errors_by_response)} responses of {where}: "
         + ", and ".join(f"{name} with {error}" for name, error in errors_by_name.items())
         + "; correct it (reward.functions names functions of your own) and start a new run. A reward should "
         "return a number, such as 0, for a response that it cannot judge"

@@ -178,8 +178,7 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
         TrainingStopped: every reward failed on every response of the run's first round.
     """
     if run.counters.step == 0:
-        rewards_of_run = run.parts.collector.env.reward_set
-        check_rewards(round_, dict(zip(rewards_of_run.names, rewards_of_run.weights, strict=True)))
+        check_rewards(round_.rewards_by_name, round_.errors, run.reward_weights, "the first round")
     groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]
     run.counters.response_tokens += round_.response_tokens

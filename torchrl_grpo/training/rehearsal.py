@@ -6,6 +6,8 @@ there is no network. The tokenizer of a model that is not in a folder of this ma
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +15,13 @@ from torchrl_grpo import data, rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.models.shape import model_folder
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, error_text, read_result
+from torchrl_grpo.rewards.sandbox.user_reward import UserReward
+from torchrl_grpo.rewards.types import BatchReward
 from torchrl_grpo.runtime import user_code
+
+# What rewards of the user are tried with, in place of a response.
+_RESPONSE = "The answer is 7."
 
 
 def load_problems(cfg: Config) -> data.Problems | None:
@@ -30,6 +38,9 @@ def load_problems(cfg: Config) -> data.Problems | None:
 def rehearse(cfg: Config, problems: data.Problems) -> str:
     """Refuse rewards, problems and a tokenizer that the run would refuse.
 
+    A reward of the user that fails on a short text is warned of on stderr, because it may only need another
+    text.
+
     Returns:
         Two lines: what the run would train on and with which rewards, and what would grade how many problems.
 
@@ -42,6 +53,8 @@ def rehearse(cfg: Config, problems: data.Problems) -> str:
     ):
         if (folder := model_folder(cfg.model)) is not None:
             _read(cfg, folder, problems, grader)
+        for warning in _failing(cfg, problems, reward_set):
+            sys.stderr.write(f"warning: {warning}\n")
         weights = zip(reward_set.names, reward_set.weights, strict=True)
         weighted = ", ".join(f"{name} with weight {weight:g}" for name, weight in weights)
         return (
@@ -49,6 +62,32 @@ def rehearse(cfg: Config, problems: data.Problems) -> str:
             f"{'their solutions' if cfg.train.method == 'sft' else weighted}\n"
             f"held out: {len(problems.held_out):,} problems, graded by {grader.name}\n"
         )
+
+
+def _failing(
+    cfg: Config, problems: data.Problems, reward_set: rewards.RewardSet | MixtureRewardSet
+) -> Iterator[str]:
+    """Call each function of the user once, as for a group of responses, and yield what is wrong with it."""
+    sets = reward_set.sets if isinstance(reward_set, MixtureRewardSet) else {"": reward_set}
+    for part, example in problems.first_examples().items():
+        for name in sets[part].names:
+            reward = sets[part].get(name)
+            # Judges and models of rewards cost money or memory.
+            if not isinstance(reward, UserReward):
+                continue
+            try:
+                if isinstance(reward, BatchReward):
+                    size = cfg.env.repeats
+                    results = reward.score_batch([_RESPONSE] * size, [example] * size)
+                else:
+                    results = [reward(_RESPONSE, example)]
+                for result in results:
+                    read_result(result)
+            except Exception as error:  # noqa: BLE001  of the user's function, and shown
+                yield (
+                    f"reward.functions.{name} failed on {_RESPONSE!r} and {example.id}: {error_text(error)}; "
+                    "correct it, unless it only fails on such a text"
+                )
 
 
 def _read(cfg: Config, folder: Path, problems: data.Problems, grader: rewards.CountingGrader) -> None:

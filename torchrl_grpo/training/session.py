@@ -28,7 +28,7 @@ from torchrl_grpo.observe.pictures import write_pictures
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
-from torchrl_grpo.rollout.round import Round, discarded_rows, pictures_of, rollout_rows
+from torchrl_grpo.rollout.round import Round, check_rewards, discarded_rows, pictures_of, rollout_rows
 from torchrl_grpo.rollout.token_details import token_details
 from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training import early_end
@@ -210,7 +210,9 @@ class Session:
             self.counters.accuracy_before = metrics.get("eval/accuracy")
             self.counters.primary_before = metrics.get("eval/primary")
             self.counters.loss_before = metrics.get("eval/loss")
+            responses = self.responses
             self.log(metrics)
+            self._check_graded(responses)
             foretold = group_size_note(metrics, self.cfg.env.repeats) if self.learns_from_samples else None
             for note in (foretold, None if self.counters.any_number else equal_grades_note(metrics, grader)):
                 if note is not None:
@@ -228,6 +230,24 @@ class Session:
                 self.save()
         self.outputs.progress.start()
         self.parts.collector.start()
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight of each reward of the run by its name."""
+        reward_set = self.parts.collector.env.reward_set
+        return dict(zip(reward_set.names, reward_set.weights, strict=True))
+
+    def _check_graded(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Stop a run whose rewards, and what grades, failed on every response before training.
+
+        Raises:
+            TrainingStopped: they did. The message has the errors.
+        """
+        errors = [row.get("errors", {}) for row in rows]
+        # A grader that is no reward of the run may fail without harm to training.
+        if self.learns_from_samples and all(self.pass_reward in each for each in errors):
+            rewards = [row["rewards"] for row in rows]
+            check_rewards(rewards, errors, self.reward_weights, "the first evaluation")
 
     def _throughput_meter(self) -> ThroughputMeter:
         learner = self.parts.learner
