@@ -282,10 +282,34 @@ def test_a_data_set_on_the_hub_reads_no_files_of_this_machine(
     rows = [sources.Row({"question": "a", "answer": "1", **row}, 1, "org/set (train)")]
     with pytest.raises(DataError, match=r"row 1 of org/set .*is a path, and a data set on the hub"):
         pictures.take_out(rows[0], {}, of_hub=True)
-    config = _config(tmp_path, data_path=None, hub_name="org/set")
-    splits = sources.Splits(rows, None, "org/set", [])
+    splits = sources.Splits(rows, None, "org/set", train_of_hub=True)
     with pytest.raises(DataError, match="must have the pictures themselves"):
-        problems.build(config, splits, lambda row, env, id: pytest.fail("it was read"))
+        problems.build(
+            _config(tmp_path, data_path=None), splits, lambda row, env, id: pytest.fail("it was read")
+        )
+
+
+@pytest.mark.parametrize("dataset", ["jsonl", "geometry3k", "clevr_count"])
+def test_rows_of_the_hub_are_known_as_such_and_held_out_rows_of_a_file_too(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"problem": "a", "question": "a", "answer": "1"}
+    config = _config(tmp_path, data_path=None, hub_name="org/set" if dataset == "jsonl" else None)
+    config.env.dataset = dataset
+    monkeypatch.setattr(
+        sources,
+        "open_hub",
+        lambda hub, limit: sources.Source(
+            "", "org/set", ("train", "test"), lambda _: [sources.Row(row, 1, "org/set")]
+        ),
+    )
+    splits = sources.resolve(config, sources.Hub("org/set"))
+    assert splits.train_of_hub and splits.test_of_hub
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(row) + "\n")
+    config.env.eval_data_path = str(held_out)
+    splits = sources.resolve(config, sources.Hub("org/set"))
+    assert splits.train_of_hub and not splits.test_of_hub
 
 
 def test_column_of_pictures_must_exist(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.schema import ModelConfig
-from torchrl_grpo.models.shape import ModelShape, read_shape
+from torchrl_grpo.models.shape import ModelShape, read_shape, shape_of
 from torchrl_grpo.planning import automatic, preflight
 from torchrl_grpo.planning.advice import apply
 from torchrl_grpo.planning.pictures import tower_bytes
@@ -81,6 +81,36 @@ def test_weights_of_the_tower_are_counted(folder: Path) -> None:
         text.outer,
         text.matrices,
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "hidden", "patches"),
+    [
+        # Qwen2-VL: hidden_size is the width of what the tower hands over.
+        (
+            {"vision_config": {"embed_dim": 1280, "hidden_size": 3584, "depth": 32, "spatial_merge_size": 2}},
+            1280,
+            4,
+        ),
+        # InternVL and Gemma 3.
+        ({"vision_config": {"hidden_size": 1024, "depth": 24}, "downsample_ratio": 0.5}, 1024, 4),
+        (
+            {
+                "vision_config": {"hidden_size": 1152, "depth": 27, "image_size": 896, "patch_size": 14},
+                "mm_tokens_per_image": 256,
+            },
+            1152,
+            16,
+        ),
+    ],
+)
+def test_sizes_of_a_tower_are_read_from_each_familys_keys(
+    settings: dict[str, Any], hidden: int, patches: int
+) -> None:
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    shape = shape_of({"text_config": text, **settings}, None, pictures=True)
+    assert shape is not None and shape.tower is not None
+    assert (shape.tower.hidden, shape.tower.patches) == (hidden, patches)
 
 
 def test_tower_takes_more_if_it_is_trained(folder: Path) -> None:

@@ -46,7 +46,13 @@ class Waiting(Length):
 
 @pytest.mark.parametrize(
     ("rewards", "workers", "groups"),
-    [([Length()], 1, 1), ([Length()], 3, 3), ([Length(), Waiting()], 3, 5), ([Length(), Waiting()], 8, 8)],
+    [
+        ([Length()], 1, 1),
+        ([Length()], 3, 3),
+        ([Length(), Waiting()], 1, 5),
+        ([Length(), Waiting()], 3, 5),
+        ([Length(), Waiting()], 8, 8),
+    ],
 )
 def test_as_many_groups_are_scored_as_keep_the_workers_busy(
     rewards: list[Reward], workers: int, groups: int
@@ -54,6 +60,26 @@ def test_as_many_groups_are_scored_as_keep_the_workers_busy(
     with closing(RewardSet([(reward, 1.0) for reward in rewards], workers=workers)) as made:
         assert made.parallel_calls == groups
         assert MixtureRewardSet({"part": made, "other": RewardSet([])}).parallel_calls == groups
+
+
+def test_beside_a_judge_one_worker_gets_one_call_at_a_time() -> None:
+    running, most = 0, 0
+
+    class Counting(Length):
+        def score_batch(self, completions: Sequence[str], examples: Sequence[Example]) -> list[float]:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            threading.Event().wait(0.01)
+            running -= 1
+            return [0.0] * len(completions)
+
+    with (
+        closing(RewardSet([(Counting(), 1.0), (Waiting(), 1.0)], workers=1)) as rewards,
+        ThreadPoolExecutor(rewards.parallel_calls) as threads,
+    ):
+        list(threads.map(lambda group: rewards.score(["a", "b"], group), GROUPS * 4))
+    assert most == 1
 
 
 def test_a_call_that_hangs_holds_up_its_own_group_alone() -> None:

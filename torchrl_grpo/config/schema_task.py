@@ -222,7 +222,7 @@ class RewardConfig:
     workers: PositiveInt = key(
         1,
         "Calls of each reward at a time. math_verify, reasoning_gym and each function of your own start this "
-        "many processes. With 1, groups are scored one after the other.",
+        "many processes. With 1, there is one call after the other.",
     )
     sandbox: bool = key(
         True,

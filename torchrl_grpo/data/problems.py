@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
@@ -83,14 +82,11 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
 def _split(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     trusted = prompts.trusted(cfg.env, cfg.env.dataset)
 
-    def examples(rows: list[Row], split: str) -> list[Example]:
+    def examples(rows: list[Row], split: str, of_hub: bool) -> list[Example]:
         made = []
         for number, row in enumerate(rows, 1):
             shown: list[pictures.Picture] = []
             if cfg.model.pictures:
-                # Held-out rows may be those of a file.
-                of_hub = cfg.env.data_path is None and cfg.env.hub_name is not None
-                of_hub = of_hub and not Path(row.source).exists()
                 row, shown = pictures.take_out(row, cfg.env.fields, of_hub)
             example = to_example(row, cfg.env, f"{cfg.env.dataset}/{split}/{number}")
             _check_text(example, row)
@@ -99,8 +95,8 @@ def _split(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
             made.append(replace(example, columns=row.values, trusted=trusted))
         return made
 
-    train = ordered(examples(splits.train, "train"), cfg.env.order_by)
-    held_out = None if splits.test is None else examples(splits.test, "test")
+    train = ordered(examples(splits.train, "train", splits.train_of_hub), cfg.env.order_by)
+    held_out = None if splits.test is None else examples(splits.test, "test", splits.test_of_hub)
     games = cfg.env.environment is not None
     if games and _start_alike(train, held_out):
         train = [_with_row(example) for example in train]

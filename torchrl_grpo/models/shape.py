@@ -308,18 +308,24 @@ def shape_of(settings: dict[str, Any], parameters: int | None, pictures: bool = 
 def _tower(settings: dict[str, Any], text_hidden: int) -> TowerShape | None:
     """Return the shape of the vision tower that a ``config.json`` describes; None if its keys are unknown."""
     vision = settings.get("vision_config") or {}
-    hidden = _first(vision, ("hidden_size", "embed_dim", "width"))
+    # Of Qwen2-VL, hidden_size is the width of what the tower hands over.
+    hidden = _first(vision, ("embed_dim", "hidden_size", "width"))
     layers = _first(vision, ("depth", *_LAYERS))
     if hidden is None or layers is None:
         return None
     mlp = _first(vision, _MLP) or int(vision.get("mlp_ratio", 4) * hidden)
-    side = _first(vision, ("spatial_merge_size",)) or settings.get("scale_factor") or 1
-    merged = hidden * side**2
+    shrunk = settings.get("downsample_ratio")
+    side = _first(vision, ("spatial_merge_size",)) or settings.get("scale_factor")
+    side = side or (1 if shrunk is None else round(1 / shrunk))
+    merged, patches = hidden * side**2, side**2
+    if "mm_tokens_per_image" in settings:
+        # Gemma 3 takes means of patches.
+        patches = (vision["image_size"] // vision["patch_size"]) ** 2 // settings["mm_tokens_per_image"]
     # Qwen3-VL projects the states of some layers too.
     projectors = 1 + len(vision.get("deepstack_visual_indexes") or ())
     projector = merged * (merged + text_hidden)
     each = 4 * hidden**2 + 2 * hidden * mlp
-    return TowerShape(layers * each + projectors * projector, hidden, layers, mlp, side**2)
+    return TowerShape(layers * each + projectors * projector, hidden, layers, mlp, patches)
 
 
 def _key_heads(settings: dict[str, Any], heads: int) -> int:

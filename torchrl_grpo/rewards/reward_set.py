@@ -56,12 +56,14 @@ class RewardSet:
         self._borrowed = borrowed
         self._lock = threading.Lock()
         self._workers = workers
-        self._threads = ThreadPoolExecutor(workers, "reward") if workers > 1 else None
         self._own_threads = {
             reward.name: ThreadPoolExecutor(reward.parallel_calls, reward.name)
             for reward, _ in rewards
             if isinstance(reward, WaitingReward)
         }
+        # Beside one that waits, several groups are scored at a time, and the others get one call at a time.
+        needs_threads = workers > 1 or bool(self._own_threads)
+        self._threads = ThreadPoolExecutor(workers, "reward") if needs_threads else None
         self.error_count = 0
 
     @property
@@ -79,7 +81,8 @@ class RewardSet:
         """Number of groups that should be scored at a time.
 
         So many keep every worker busy, also if a call has a whole group, and a call that hangs holds up its
-        own group alone. A single worker gets one group after the other: a reward may have a state.
+        own group alone. A single worker gets one call after the other: a reward may have a state. Beside a
+        reward that waits, these are in the order in which groups finish.
         """
         own = [reward.parallel_calls for reward, _ in self._rewards if isinstance(reward, WaitingReward)]
         return max([self._workers, *own])

@@ -70,12 +70,16 @@ class Splits:
         test: rows of the test split, or None if the source has none.
         train_source: name of the source of ``train``, for messages.
         notes: what the user should know about what was read.
+        train_of_hub: whether ``train`` is from the hub, so that its author must not name files here.
+        test_of_hub: the same of ``test``.
     """
 
     train: list[Row]
     test: list[Row] | None
     train_source: str
     notes: Sequence[str] = ()
+    train_of_hub: bool = False
+    test_of_hub: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,9 @@ def resolve(cfg: Config, hub: Hub) -> Splits:
         test = None if split in (None, train) else source.read(split)
     rows = source.read(train)
     cut = env.data_path is None and env.shuffle_buffer is not None and len(rows) == streams.of_stream(cfg)
-    return Splits(rows, test, source.label, [streams.note(source.label, len(rows))] if cut else [])
+    notes = [streams.note(source.label, len(rows))] if cut else []
+    of_hub = env.data_path is None
+    return Splits(rows, test, source.label, notes, of_hub, of_hub and env.eval_data_path is None)
 
 
 def read_held_out(path: str, split: str | None = None) -> list[Row]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -192,11 +193,23 @@ def prompts_of(
         return replace(example, messages=messages) if messages else example
 
     def reset_all(examples: Sequence[Example]) -> list[Example]:
-        shares = [examples[start::count] for start in range(count)]
+        ended = threading.Event()
+
+        def reset_share(process: EpisodeProcess, share: Sequence[Example]) -> list[Example]:
+            # After a failure, or an interrupt, the others end too.
+            return [reset(process, example) for example in share if not ended.is_set()]
+
         with ThreadPoolExecutor(count) as threads:
-            done = list(
-                threads.map(lambda own, share: [reset(own, part) for part in share], processes, shares)
-            )
+            shares = [
+                threads.submit(reset_share, process, examples[start::count])
+                for start, process in enumerate(processes)
+            ]
+            try:
+                for future in wait(shares, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            finally:
+                ended.set()
+        done = [future.result() for future in shares]
         return [done[number % count][number // count] for number in range(len(examples))]
 
     return reset_all

@@ -97,7 +97,8 @@ class _Attention(torch.autograd.Function):
         # all keys share (as with Qwen2's biases), times that error, would enter the gradient of the queries.
         # So the mean key is subtracted first.
         centered = k - torch.bmm(k.new_full((len(k), 1, k.shape[1]), 1 / k.shape[1]), k)
-        wide_q, wide_k, wide_v, wide_out = _widened(q) * ctx.scale, *map(_widened, (k, v, by_out))
+        wide_q = _widened(q) * ctx.scale
+        wide_k, wide_v, wide_out = map(_widened, (k, v, by_out))
         for part, visible in _blocks(q, k, seen, ctx.size):
             shares = _probabilities(wide_q[part], wide_k[part], visible)
             torch.bmm(shares.to(v.dtype).mT, by_out[part], out=by_v[part])
