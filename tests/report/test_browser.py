@@ -213,6 +213,9 @@ def test_pictures_of_a_prompt_stand_below_it(tmp_path: Path, opened: Opener) -> 
     shown = page.locator("#group img.picture")
     assert shown.evaluate("async each => { await each.decode(); return each.naturalWidth; }") == 40
     assert f"The picture {gone} is not in the report." in texts(page, "#group")[0]
+    page.click("#tab-problems")
+    page.locator("main .row:visible").last.click()
+    page.locator("img.picture:visible").wait_for()
 
 
 def test_hostile_text_is_text(tmp_path: Path, opened: Opener) -> None:

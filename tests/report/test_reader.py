@@ -77,9 +77,15 @@ def test_pictures_are_small_and_bounded(tmp_path: Path) -> None:
     for url in texts["pictures"].values():
         assert url.startswith("data:image/")
         assert decode(base64.b64decode(url.partition(",")[2])).size == (320, 16)
+    # The same words about other pictures are another problem.
+    assert len(set(read(tmp_path)["rollouts"]["problem"])) == 3
     # The newest have the room.
     one = len(texts["pictures"][names[2]])
-    assert read(tmp_path, characters=3 * (one + 10))["texts"]["pictures"].keys() == {names[2]}
+    assert read(tmp_path, characters=3 * one * 3 // 2)["texts"]["pictures"].keys() == {names[2]}
+    held_out = {"step": 0, "id": "a", "prompt": "p", "response": "r", "grade": 1.0, "pictures": names[:1]}
+    write_lines(tmp_path / "evaluations.jsonl", [held_out])
+    texts = read(tmp_path, characters=3 * one * 3 // 2)["texts"]
+    assert texts["held_out"][0]["pictures"] == names[:1] and texts["pictures"].keys() == {names[0]}
 
 
 def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:

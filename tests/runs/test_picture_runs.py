@@ -153,6 +153,9 @@ def test_rows_of_a_file_with_and_without_pictures(train: Runner, config: Config,
     # Each picture is stored once, as it is in the data.
     used = {name for row in rollouts for name in row["pictures"]}
     stored = {path.name: path.read_bytes() for path in (tmp_path / "run/pictures").iterdir()}
+    held_out = read(tmp_path / "run/evaluations.jsonl")
+    assert all(row["prompt"].count("<image>") == len(row["pictures"]) for row in held_out)
+    used |= {name for row in held_out for name in row["pictures"]}
     assert stored.keys() == used and len(used) > 0
     assert set(stored.values()) <= {path.read_bytes() for path in tmp_path.glob("*.png")}
 
@@ -206,6 +209,7 @@ def test_losses_of_solutions_are_those_of_the_plain_model(
     files = {str(line["question"]): [tmp_path / name for name in line["images"]] for line in lines}
     for row in read(tmp_path / "run/evaluations.jsonl")[: int(before["eval/num_problems"])]:
         shown = next(paths for question, paths in files.items() if f"{question}<" in row["prompt"])
+        assert [(stored / name).read_bytes() for name in row["pictures"]] == [p.read_bytes() for p in shown]
         assert row["grade"] == pytest.approx(losses(row, shown).mean().item(), rel=1e-5)
     assert last["eval/loss"] < before["eval/loss"]
 

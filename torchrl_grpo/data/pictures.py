@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,6 +292,11 @@ def file_name(data: bytes) -> str:
     """Return the name of an encoded picture among stored ones."""
     known = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"RIFF", ".webp"))
     return _digest(data) + next((suffix for start, suffix in known if data.startswith(start)), "")
+
+
+def by_name(files: Iterable[bytes]) -> dict[str, bytes]:
+    """Return encoded pictures by the names that they have among stored ones."""
+    return {file_name(data): data for data in files}
 
 
 def _digest(data: bytes) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.report.columns import number
+from torchrl_grpo.report.pictures import names_of
 from torchrl_grpo.report.texts import problem_id, shorten
 
 MOST_PROBLEMS = 20_000
@@ -71,6 +72,8 @@ class HeldOutHistory:
                 self.lost = True
                 return
             self._texts[problem] = {"id": id, "prompt": prompt, "first": text, "last": text}
+            if pictures := names_of(row.get("pictures")):
+                self._texts[problem]["pictures"] = pictures
             self._size += len(prompt) + 2 * len(response)
             return
         previous: str = texts["last"]["response"]

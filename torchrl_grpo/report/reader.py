@@ -99,6 +99,7 @@ class RunReader:
     def _take_rollout(self, row: dict[str, Any]) -> None:
         prompt, response = str(row.get("prompt", "")), str(row.get("response", ""))
         rewards, errors = _mapping(row.get("rewards")), _mapping(row.get("errors"))
+        pictures = names_of(row.get("pictures"))
         reason = str(row.get("discarded", ""))
         if reason not in self._reasons and len(self._reasons) < 256:
             self._reasons.append(reason)
@@ -106,7 +107,7 @@ class RunReader:
         numbers: dict[str, int | float] = {
             "step": row["step"],
             "group": group,
-            "problem": self._problems.setdefault(hash(prompt), len(self._problems)),
+            "problem": self._problems.setdefault(hash((prompt, *pictures)), len(self._problems)),
             "length": _integer(row.get("length")),
             "version": _integer(row.get("policy_version")),
             "finish": _finish(row, errors),
@@ -122,7 +123,7 @@ class RunReader:
             entry["errors"] = {str(name): shorten(str(error)) for name, error in errors.items()}
         if verdicts := _mapping(row.get("verdicts")):
             entry["verdicts"] = {str(name): shorten(str(text)) for name, text in verdicts.items()}
-        if pictures := names_of(row.get("pictures")):
+        if pictures:
             entry["pictures"] = pictures
         if (tokens := _tokens(row.get("tokens"))) is not None:
             entry["tokens"] = tokens
@@ -153,9 +154,11 @@ class RunReader:
                 "prompts": list(prompts),
                 "rollouts": texts,
                 "held_out": self._held_out.texts(),
-                # Those of the newest rounds come first.
+                # Those of held-out problems and of the newest rounds come first.
                 "pictures": self._pictures.of(
-                    name for entry in reversed(texts) for name in entry.get("pictures", ())
+                    name
+                    for entry in (*self._held_out.texts(), *reversed(texts))
+                    for name in (entry or {}).get("pictures", ())
                 ),
             },
             "held_out": self._held_out.contents(),

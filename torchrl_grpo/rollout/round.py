@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.batch.schema import build_batch, picture_inputs, sampled_mask
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.pictures import file_name
+from torchrl_grpo.data.pictures import by_name
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.errors import TrainingStopped
@@ -333,7 +333,7 @@ def pictures_of(groups: TensorDictBase) -> list[dict[str, bytes]]:
     """Return the pictures of each of the P prompts by the names of their files; empty for a model of text."""
     inputs = picture_inputs(groups)
     rows = split_files(inputs["files"], inputs["file_sizes"]) if inputs else []
-    return [{file_name(data): data for data in row} for row in rows]
+    return [by_name(row) for row in rows]
 
 
 def discarded_rows(round_: Round, reasons: Sequence[str]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ An evaluation does not change the random states of training.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -14,9 +14,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.pictures import by_name
 from torchrl_grpo.envs.chat import check_length, prompt_pictures, render
 from torchrl_grpo.envs.responses import judged_texts, written_texts
-from torchrl_grpo.inference.protocol import Completion, Inference, Sampling
+from torchrl_grpo.inference.protocol import Completion, Inference, PromptPictures, Sampling
 from torchrl_grpo.observe.stats import mean_interval, pass_at_k, wilson
 from torchrl_grpo.rewards.graders import MEAN_REWARD, CountingGrader, Graded
 from torchrl_grpo.runtime.rng import derive_seed
@@ -29,10 +30,12 @@ class Evaluation:
     Attributes:
         metrics: metrics by name.
         rows: what ``evaluations.jsonl`` says of each response, without the step.
+        pictures: pictures of each problem by the names of their files; empty for a model of text.
     """
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
+    pictures: list[dict[str, bytes]] = field(default_factory=list)
 
 
 class Evaluator:
@@ -102,7 +105,7 @@ class Evaluator:
         metrics["eval/response_length"] = _mean_length(completions)
         if self.pass_at_k > 1 and (scores := self._pass_at_k(sampled)):
             metrics[f"eval/pass_at_{self.pass_at_k}"] = _mean(scores)
-        return Evaluation(metrics, self._rows(completions, grades))
+        return Evaluation(metrics, self._rows(completions, grades), named(self.pictures))
 
     def _of_grader(self, grades: list[list[Graded]]) -> dict[str, float]:
         weights = [self.grader.weights(example) for example in self.examples]
@@ -172,8 +175,8 @@ class Evaluator:
 
     def _rows(self, completions: list[list[Completion]], grades: list[list[Graded]]) -> list[dict[str, Any]]:
         rows = []
-        for example, prompt, group, judged in zip(
-            self.examples, self.texts, completions, grades, strict=True
+        for example, prompt, shown, group, judged in zip(
+            self.examples, self.texts, self.pictures, completions, grades, strict=True
         ):
             weights = self.grader.weights(example)
             texts = written_texts(self.tokenizer, group)
@@ -191,8 +194,15 @@ class Evaluator:
                     row["messages"] = completion.record.messages
                 if grade.errors:
                     row["errors"] = grade.errors
+                if shown is not None:
+                    row["pictures"] = list(by_name(shown.files))
                 rows.append(row)
         return rows
+
+
+def named(pictures: Sequence[PromptPictures | None]) -> list[dict[str, bytes]]:
+    """Return the pictures of each problem by the names of their files."""
+    return [by_name(shown.files) for shown in pictures if shown is not None]
 
 
 def _mean(values: Sequence[float]) -> float:

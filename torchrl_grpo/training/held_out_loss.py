@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from torchrl_grpo.envs.chat import prompt_pictures, render
 from torchrl_grpo.envs.solution_tokens import solutions
 from torchrl_grpo.inference.protocol import Completion, Inference
 from torchrl_grpo.observe.stats import mean_interval
-from torchrl_grpo.training.evaluator import Evaluation
+from torchrl_grpo.training.evaluator import Evaluation, named
 from torchrl_grpo.training.learner import Learner
 
 
@@ -50,6 +51,7 @@ class HeldOutLoss:
             prompt_pictures(tokenizer, example, prompt)
             for example, (_, prompt) in zip(examples, rendered, strict=True)
         ]
+        self._shown = named(pictures)
         self._groups = build_batch(
             [prompt for _, prompt in rendered],
             [[Completion(each, [0.0] * len(each), "stop")] for each in tokens],
@@ -75,7 +77,7 @@ class HeldOutLoss:
         counts = mask.sum(-1).flatten()
         mean = float(losses.sum() / counts.sum())
         means, tokens = (losses / counts).tolist(), counts.tolist()
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 **{"id": example.id, "prompt": prompt, "response": solution.text, "rewards": {}},
                 **{"grade": loss, "tokens": count},
@@ -84,7 +86,9 @@ class HeldOutLoss:
                 self.examples, self._prompts, self._solutions, means, tokens, strict=True
             )
         ]
+        for row, shown in zip(rows, self._shown, strict=False):
+            row["pictures"] = list(shown)
         metrics = {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))}
         if (bounds := mean_interval(means, tokens)) is not None:
             metrics |= {"eval/loss_low": bounds[0], "eval/loss_high": bounds[1]}
-        return Evaluation({**metrics, "eval/num_problems": len(self.examples)}, rows)
+        return Evaluation({**metrics, "eval/num_problems": len(self.examples)}, rows, self._shown)

@@ -313,6 +313,8 @@ class Session:
         metrics, self.responses = self.counters.take_grades(evaluation.metrics), evaluation.rows
         if (present := held_out(metrics)) is not None:
             self.counters.take_held_out(present.value)
+        if self.outputs.evaluations is not None:
+            write_pictures(self.outputs.run_dir, evaluation.pictures)
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def ended_by(self) -> str | None:

@@ -69,6 +69,13 @@ function heldOutLabel(run) {
   return reward && kind === "accuracy" ? `accuracy by ${reward}` : kind;
 }
 
+// The pictures of a prompt, by their names. They are data URLs.
+function pictures(run, names) {
+  return (names || []).map((name) => (run.texts.pictures[name]
+    ? h("img", { className: "picture", src: run.texts.pictures[name], alt: name, title: name })
+    : h("p", { className: "note" }, `The picture ${name} is not in the report.`)));
+}
+
 // The end of a prompt, where the question is, in one line.
 function question(prompt) {
   return prompt.replaceAll(/<\|[a-z_]+\|>|\s+/g, " ").trim().slice(-110);

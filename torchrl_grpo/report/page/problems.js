@@ -90,7 +90,7 @@ class Problems {
       return {
         state,
         label: text ? `${id}: ${question(text.prompt)}` : id, steps: history.map(([step]) => step), grades: history.map(([, grade]) => grade),
-        open: () => [h("h3", {}, id), ...(text ? [h("pre", {}, text.prompt), h("div", { className: "cards" }, side("Before", text.first), side("After", text.last))] : [h("p", { className: "note" }, "The texts of this problem are not in the report.")])],
+        open: () => [h("h3", {}, id), ...(text ? [h("pre", {}, text.prompt), ...pictures(this.run, text.pictures), h("div", { className: "cards" }, side("Before", text.first), side("After", text.last))] : [h("p", { className: "note" }, "The texts of this problem are not in the report.")])],
       };
     }).filter((problem) => problem.grades.length);
     const note = `${isLoss ? "Loss" : "Grade"} of each held-out problem in ${steps.length} evaluations; a click shows the first and the newest response.${lost ? " Problems or texts beyond a bound are left out." : ""}`;
@@ -117,7 +117,7 @@ class Problems {
     const problems = [...byProblem].map(([number, { steps, grades, counts, text }]) => ({
       label: text < 0 ? `problem ${number}` : question(prompts[this.run.texts.rollouts[text].prompt]),
       steps, grades: grades.map((right, at) => right / counts[at]),
-      open: () => [h("button", { onclick: () => this.openRollouts({ problem: String(number) }) }, "Its rollouts"), h("pre", {}, text < 0 ? "" : prompts[this.run.texts.rollouts[text].prompt])],
+      open: () => [h("button", { onclick: () => this.openRollouts({ problem: String(number) }) }, "Its rollouts"), h("pre", {}, text < 0 ? "" : prompts[this.run.texts.rollouts[text].prompt]), ...pictures(this.run, this.run.texts.rollouts[text]?.pictures)],
     }));
     if (!problems.length) return null;
     const what = columns[`part:${reward}`] ? `the reward ${reward}` : "the sum of the rewards";

@@ -145,7 +145,7 @@ class Rollouts {
     const hasTokens = rows.some((other) => this.textOf(other)?.tokens);
     this.group.replaceChildren(h("h2", {}, "Group"), first, hasTokens ? h("p", {}, "Color tokens by ", tint) : "",
       h("h3", {}, "Prompt"), h("pre", { className: "prompt" }, text ? run.texts.prompts[text.prompt] : "(not in the sample)"),
-      ...(text?.pictures || []).map((name) => (run.texts.pictures[name] ? h("img", { className: "picture", src: run.texts.pictures[name], alt: name, title: name }) : h("p", { className: "note" }, `The picture ${name} is not in the report.`))),
+      ...pictures(run, text?.pictures),
       h("div", { className: "cards" }, rows.map((other) => this.card(other, other === row))));
   }
 
