@@ -78,3 +78,13 @@ def test_a_template_that_leaves_out_the_solution_is_refused() -> None:
     tokenizer.chat_template = "{% for m in messages %}" + parts + "{% endfor %}"
     with pytest.raises(ModelError, match=r"leaves out the text of the assistant's messages.*chat_template"):
         check_solutions(tokenizer, [Example("x", EXAMPLE.messages, solution="It is 7.")])
+
+
+def test_a_single_row_without_a_solution_is_to_be_corrected() -> None:
+    tokenizer = build_chatml("")
+    examples = [Example(f"jsonl/train/{number}", EXAMPLE.messages, solution="7") for number in (1, 2, 3)]
+    examples[1] = Example("jsonl/train/2", EXAMPLE.messages, solution=" ")
+    with pytest.raises(DataError, match=r"jsonl/train/2 has no solution to learn; write one into its row"):
+        check_solutions(tokenizer, examples)
+    with pytest.raises(DataError, match=r"name the column of solutions"):
+        check_solutions(tokenizer, [examples[1]] * 3)

@@ -32,7 +32,7 @@ def check_solutions(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Examp
             tokens cannot be cut where the solution begins.
     """
     for example in examples:
-        _check(tokenizer, example)
+        _check(tokenizer, example, others=examples)
     made = solutions(tokenizer, examples, tokenizer.eos_token_id)
     shortened = sum(solution.is_shortened for solution in made)
     if not shortened:
@@ -44,12 +44,15 @@ def check_solutions(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Examp
     )
 
 
-def _check(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
+def _check(tokenizer: PreTrainedTokenizerBase, example: Example, others: Sequence[Example] = ()) -> None:
     if not example.solution.strip():
-        raise DataError(
-            f"train.method=sft: {example.id} has no solution to learn; name the column of solutions with "
-            "env.fields={question:COLUMN,solution:COLUMN}, or take another data set"
+        fix = (
+            "write one into its row, or leave the row out"
+            if any(other.solution.strip() for other in others)
+            else "name the column of solutions with env.fields={question:COLUMN,solution:COLUMN}, or take "
+            "another data set"
         )
+        raise DataError(f"train.method=sft: {example.id} has no solution to learn; {fix}")
     lacks = "<answer>" in example.messages[-1]["content"] and "<answer>" not in example.solution
     if lacks and "<answer>" not in opening(render_text(tokenizer, example)).opened:
         raise DataError(
