@@ -69,6 +69,7 @@ def watch(rows: list[dict[str, Any]], guards: Guards | None = None) -> list[tupl
 SIGNS: dict[str, dict[str, Any]] = {
     "reward_fails": {"reward__error_share": 1.0},
     "truncated": {"response__truncated": 1.0},
+    "mostly_truncated": {"response__truncated": 0.95},
     "no_signal": {"reward__constant_groups": 1.0, "advantage__abs_mean": 0.0},
     "no_gradient": {"optimizer__grad_norm": 0.0},
     "entropy": {"policy__entropy": 0.004},
@@ -94,7 +95,7 @@ def test_a_warning_begins_when_its_sign_has_lasted_and_comes_once(name: str) -> 
     assert watch(broken) == []
     # It is over, and comes again without another line.
     assert watch([row(20)], guards) == [] and guards.holding() == []
-    assert watch([row(step, **SIGNS[name]) for step in range(21, 29)], guards) == []
+    assert watch([row(step, **SIGNS[name]) for step in range(21, 29 + rule.window)], guards) == []
     assert "(since step 21, 2 times so far)" in str(guards.holding()[0])
 
 
@@ -240,13 +241,21 @@ def test_what_explains_a_sign_is_named_in_its_place() -> None:
         {"optimizer__grad_norm": math.nan},
         {"reward__constant_groups": 1.0, "advantage__abs_mean": 0.1, "optimizer__grad_norm": 0.0},
         {"kl__sampling_policy": 0.3, "policy__version": 0},
-        {"response__truncated": 0.98, "reward__constant_groups": 0.9},
+        {"response__truncated": 0.89, "reward__constant_groups": 0.9},
+        {"reward__error_share": 0.4},
         {"kl__reference": 0.6, "mismatch__kl": 1e-3, "policy__entropy": 0.19},
         {"kl__reference": math.inf, "policy__entropy": math.nan, "reward__mean": math.nan},
     ],
 )
 def test_ordinary_lines_say_nothing(changes: dict[str, Any]) -> None:
     assert watch([row(step, **(changes if step > 1 else {})) for step in range(1, 30)]) == []
+
+
+def test_a_run_may_begin_with_responses_that_are_nearly_all_cut_off() -> None:
+    begin = [row(step, response__truncated=0.98) for step in range(1, 10)]
+    assert watch([*begin, *(row(step) for step in range(10, 30))]) == []
+    half = watch([row(1, reward__error_share=0.5)], guards := Guards())
+    assert half == [(1, "reward_fails")] and "50% of the calls of a reward failed" in str(guards.holding()[0])
 
 
 def test_a_run_that_learns_solutions_may_be_sure_of_them() -> None:

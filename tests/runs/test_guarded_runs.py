@@ -83,8 +83,8 @@ def test_a_reward_that_fails_beside_another_is_warned_of_at_once(
     lines = train("run", train__total_dialog_turns=32)
     assert [line["reward/error_share"] for line in lines] == [1.0, 1.0]
     screen = capsys.readouterr()
-    assert screen.err.count("warning: every call of a reward failed (since step 1)") == 1
-    assert "failed rewards     32" in screen.out and "every call of a reward failed" in screen.out
+    assert screen.err.count("warning: 100% of the calls of a reward failed (since step 1)") == 1
+    assert "failed rewards     32" in screen.out and "100% of the calls of a reward failed" in screen.out
 
 
 @pytest.mark.parametrize("kind", DEAD)

@@ -167,13 +167,14 @@ RULES = (
         name="reward_fails",
         reads=("reward/constant_groups", "reward/error_share"),
         number=lambda row, past: row.get("reward/error_share", 0.0),
-        threshold=1.0,
+        threshold=0.5,
         window=1,
         unit="round",
-        seen="every call of a reward failed",
+        seen="{number:.0%} of the calls of a reward failed",
         advice="correct the function in reward.functions, or what it calls (the run's log and rollouts.jsonl "
-        "have each error); until then it counts as reward.on_error, and a judge or reward model not at all",
-        source="by definition",
+        "have each error); until then a failed call counts as reward.on_error, and one of a judge or reward "
+        "model does not count",
+        source="a reward that fails on half of the responses says little about them",
     ),
     Rule(
         name="large_update",
@@ -212,9 +213,23 @@ RULES = (
         seen="all responses were cut off in {window} rounds in a row, the last at "
         "{row[response/length_max]:.0f} tokens",
         advice="raise inference_model.max_new_tokens (and inference_model.max_model_len), or ask for shorter "
-        "answers. A model that never ends its turn may have the wrong model.chat_template",
+        "answers. A model that never ends its turn may have the wrong model.chat_template. If all rewards "
+        "are equal and not 0, the function in reward.functions does not tell responses apart either",
         source="measured: the quick start begins with up to 0.98 and learns; AReaL acts on 0.05",
         explained_by=("collapse",),
+    ),
+    Rule(
+        name="mostly_truncated",
+        reads=("reward/mean", "response/truncated"),
+        number=lambda row, past: _value(row, "response/truncated"),
+        threshold=0.9,
+        window=10,
+        unit="round",
+        seen="nearly all responses were cut off in {window} rounds in a row ({number:.0%} in the last)",
+        advice="raise inference_model.max_new_tokens (and inference_model.max_model_len), or ask for shorter "
+        "answers",
+        source="measured: of the 16 rounds of the quick start, 2 in a row with env.answer_format=plain",
+        explained_by=("collapse", "truncated"),
     ),
     Rule(
         name="no_signal",
