@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -137,7 +138,7 @@ def test_schedules_that_the_run_is_too_short_for_are_told(words: str, said: list
             assert checks.length_warnings(again, problems=200) == []
 
 
-def test_a_default_length_that_passes_over_few_problems_for_days_is_told() -> None:
+def test_a_default_length_that_passes_over_few_problems_for_days_is_told(repo_root: Path) -> None:
     def told(words: str, problems: int | None) -> list[str]:
         return checks.length_warnings(with_total_turns(read(words), problems or 0), problems)
 
@@ -145,6 +146,10 @@ def test_a_default_length_that_passes_over_few_problems_for_days_is_told() -> No
         "train.total_dialog_turns=64000: this default makes 1000 optimizer steps, which pass over the 32 "
         "problems 250 times; write train.num_epochs=8 or a smaller train.total_dialog_turns"
     ]
+    (of_sft,) = told("train.total_dialog_turns=14944 env.repeats=2 env.num_envs=16", 36)
+    assert of_sft.startswith("train.total_dialog_turns=14944: ") and "208 times" in of_sft
+    files = [OmegaConf.load(repo_root / f"config/{name}.yaml") for name in ("base", "sft_gsm8k")]
+    assert tuple(file.train.total_dialog_turns for file in files) == checks.DEFAULT_TURNS
     # 20 passes, a length that the user chose, and data on the hub in a dry run.
     for words, problems in (
         ("", 400),

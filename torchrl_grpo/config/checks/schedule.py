@@ -15,10 +15,12 @@ from torchrl_grpo.config.derived import (
     total_turns,
 )
 from torchrl_grpo.config.keys import bad_value, show
-from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainConfig, TrainModelConfig
+from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainModelConfig
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.errors import ConfigError
 
+# train.total_dialog_turns of the configurations that the commands take by default.
+DEFAULT_TURNS = (64_000, 14_944)
 # Passes over the problems from which on a default length is longer than anybody wants.
 _MANY_PASSES = 20
 
@@ -201,8 +203,8 @@ def length_warnings(cfg: Config, problems: int | None = None) -> list[str]:
         wrong = f"the run draws {drawn} of {problems} problems, so it never reaches the last of them"
         good = "train.total_dialog_turns=null train.num_epochs=1"
         entries.append(("env.order_by", cfg.env.order_by, wrong, good))
-    default = total_turns(cfg) == TrainConfig().total_dialog_turns
-    if default and problems and passes(cfg, problems) > _MANY_PASSES:
+    is_default = total_turns(cfg) in DEFAULT_TURNS
+    if is_default and problems and passes(cfg, problems) > _MANY_PASSES:
         wrong = (
             f"this default makes {total} optimizer step{'' if total == 1 else 's'}, which pass over the "
             f"{problems} problems {passes(cfg, problems):.3g} times"
