@@ -159,9 +159,11 @@ def _versions(
     if isinstance(versions, int):
         same = torch.full(mask.shape[:1], versions, dtype=torch.int64)
         return same[:, None] * mask, same, same.clone()
-    by_token, _ = pad_right([row for group in versions for row in group], 0, torch.int64)
-    largest = torch.iinfo(torch.int64).max
-    return by_token, by_token.masked_fill(~mask, largest).amin(-1), by_token.amax(-1)
+    rows = [row for group in versions for row in group]
+    by_token, _ = pad_right(rows, 0, torch.int64)
+    oldest = [min(row, default=torch.iinfo(torch.int64).max) for row in rows]
+    newest = [max(row, default=0) for row in rows]
+    return by_token, torch.tensor(oldest), torch.tensor(newest)
 
 
 def token_counts(batch: TensorDictBase) -> tuple[list[int], list[list[int]]]:

@@ -5,7 +5,6 @@ Masks come from lengths and not from the pad token, because a model's pad token 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,14 +17,14 @@ def pad_left(rows: Sequence[Sequence[int]], fill: int) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
     mask = torch.arange(width) >= width - lengths[:, None]
-    return _fill(rows, mask, torch.full(mask.shape, fill, dtype=torch.int64)), mask
+    return _fill(rows, torch.full(mask.shape, fill, dtype=torch.int64), left=True), mask
 
 
 def pad_right(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Pad ``rows`` on the right with ``fill``; returns ``dtype`` ``[N, T]`` and the bool mask ``[N, T]``."""
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return _fill(rows, mask, torch.full(mask.shape, fill, dtype=dtype)), mask
+    return _fill(rows, torch.full(mask.shape, fill, dtype=dtype), left=False), mask
 
 
 def whole_rows(
@@ -75,8 +74,11 @@ def split_files(files: Tensor, sizes: Tensor) -> list[list[bytes]]:
     return rows
 
 
-def _fill(rows: Sequence[Sequence[float]], mask: Tensor, out: Tensor) -> Tensor:
-    # Of a long list of numbers, NumPy makes an array in a fifth of the time that torch.tensor() takes.
-    values = np.fromiter(itertools.chain.from_iterable(rows), out.numpy().dtype, sum(map(len, rows)))
-    out[mask] = torch.from_numpy(values)
+def _fill(rows: Sequence[Sequence[float]], out: Tensor, *, left: bool) -> Tensor:
+    """Write ``rows`` to those of ``out``, behind the padding on their left or before that on their right."""
+    places = out.numpy()
+    for place, row in zip(places, rows, strict=True):
+        # In a fifth of the time of torch.tensor(), and without looking at the padding as a mask does.
+        values = np.fromiter(row, places.dtype, len(row))
+        place[len(place) - len(row) if left else 0 :][: len(row)] = values
     return out
