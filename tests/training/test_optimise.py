@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from batches import FixedScorer, make_batch, make_model, make_objective, no_budg
 from rounding import EQUAL, EXACT, assert_rounds_alike, float64
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
@@ -22,6 +24,7 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
+from torchrl_grpo.training import optimizer_step
 from torchrl_grpo.training.optimizer_step import OptimizerStep, _normalized_ess, learning_rate_factor
 from torchrl_grpo.training.optimizers import parameter_groups
 
@@ -251,6 +254,47 @@ def one_update(batch: TensorDict, **changes: Any) -> tuple[list[Tensor], dict[st
     # With this eps, AdamW's first step is nearly proportional to the gradient, so errors show up as they are.
     metrics = step(batch)
     return [p.detach().clone() for p in model.parameters()], metrics
+
+
+class _Casts(TorchDispatchMode):
+    """Counts casts of matrices to bfloat16, by shape."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+            self.count += result.shape in self.shapes
+        return result
+
+
+def test_a_step_casts_each_weight_once_and_its_gradients_are_those_of_casts_in_every_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gradients(pieces: int) -> tuple[int, list[Tensor]]:
+        # A width that no number of tokens has.
+        model = make_model(hidden_size=88, intermediate_size=152)
+        loss, _ = make_objective(TokenScorer(model, autocast_dtype=torch.bfloat16))
+        step = make_step(model, loss, num_pieces=pieces)
+        matrices = [p for n, p in model.named_parameters() if "proj" in n]
+        with _Casts({p.shape for p in matrices}) as casts:
+            # Groups without a gradient come first, and their copies have none.
+            batch = make_batch(P=4, G=4)
+            batch["advantage"][0] = 0.0
+            step.accumulate(batch)
+        return casts.count - len(matrices), [p.grad for p in model.parameters() if p.grad is not None]
+
+    once, expected = gradients(1)
+    count, split_up = gradients(3)
+    assert count == once > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_step, "cast_weights_once", lambda device: nullcontext())
+        count, plain = gradients(3)
+    assert count == 3 * once
+    assert len(split_up) == len(plain) == len(expected)
+    assert all(map(torch.equal, split_up, plain))
 
 
 @pytest.mark.usefixtures("float64")

@@ -45,6 +45,17 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def cast_weights_once(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which autocast casts each trained weight once, and not once a micro-batch.
+
+    Weights must not change in it, and every forward pass in it must have gradients: a copy that was made
+    without them would be reused where they are needed. On a GPU it has no effect, because the copies would
+    also take memory in the backward pass.
+    """
+    # The outermost context empties autocast's cache at its end. It does not enable autocast.
+    return torch.autocast(device.type, enabled=False) if device.type == "cpu" else nullcontext()
+
+
 def choose_kernels() -> None:
     """Select kernels for this process: full float32 precision, and attention without cuDNN.
 

@@ -125,7 +125,9 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     # micro-batches are already there at its start.
     earlier = trained if load.several_micro_batches else 0.0
     backward_start = earlier + head, kept + copies + masks + max(work, blocks)
-    backward_end = trained + head, work
+    # On one rank on a CPU, copies of the weights are kept for all micro-batches.
+    cast = copies if device == "cpu" and plan.num_ranks == 1 and not lora else 0.0
+    backward_end = trained + head, cast + work
     gradients, live = max(backward_start, backward_end, key=sum)
     names = role.devices
     forward = FLOAT * load.tokens * _forward_width(shape) + blocks + masks + pictures

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.distributed.parallelism import reshard_after, synchronizing
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.models.precision import cast_weights_once
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.loss import QUARTERS, GroupPolicyLoss
 from torchrl_grpo.runtime.oom import stop_on_oom
@@ -237,7 +239,10 @@ class OptimizerStep:
         def split(groups: int) -> list[MicroBatch]:
             return split_evenly(groups, samples, self.num_pieces, self.groups_per_batch)
 
-        return self._run_micro_batches(batch, process, split)
+        # Several ranks may gather weights for each pass, and free them.
+        alone = self.ranks.size == 1
+        with cast_weights_once(self.parameters[0].device) if alone else nullcontext():
+            return self._run_micro_batches(batch, process, split)
 
     @torch.no_grad()
     def _forward_only(self, batch: TensorDictBase, totals: BatchTotals) -> list[Terms]:
