@@ -26,8 +26,8 @@ from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.envs.episodes.build import with_prompts
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.shell_task import ShellTask, check_row
-from torchrl_grpo.envs.episodes.tools import shell_tool
-from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed
+from torchrl_grpo.envs.episodes.tools import python_tool, shell_tool
+from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed, NotRun
 from torchrl_grpo.envs.episodes.tools.shell_tool import ShellFolder
 from torchrl_grpo.errors import ConfigError, DataError
 
@@ -329,6 +329,33 @@ def test_a_check_that_takes_too_long_has_failed(place: Path) -> None:
     task.reset(example(check="sleep 1000"))
     assert task.step("Done.").reward == 0.0
     close(task.folder)
+
+
+def test_a_check_that_was_not_run_is_an_error(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It waits for memory, and the limit begins afterwards.
+    waits: list[float | None] = []
+
+    def wait_for(has_room: object, timeout: float | None) -> bool:
+        waits.append(timeout)
+        return True
+
+    monkeypatch.setattr(python_tool.memory._changed, "wait_for", wait_for)
+    assert played({"setup": "true", "check": "true"}).record.reward == 1.0
+    assert waits == [None, None]
+    nothing = tmp_path / "nothing.py"
+    nothing.touch()
+    monkeypatch.setattr(shell_tool, "_PROGRAM", nothing)
+    record = played({"check": "true"}).record
+    assert record.error is not None and "the process that ran the command has ended" in record.error
+
+
+def test_no_command_runs_in_a_closed_folder(folder: ShellFolder, place: Path) -> None:
+    close(folder)
+    with pytest.raises(NotRun, match="the episode has ended"):
+        run(folder, "echo back > file")
+    assert list(place.iterdir()) == []
 
 
 def test_a_command_ends_before_its_folder_is_removed(place: Path) -> None:

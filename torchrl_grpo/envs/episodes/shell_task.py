@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed
+from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed, NotRun
 from torchrl_grpo.envs.episodes.tools.shell_tool import ShellFolder
 from torchrl_grpo.envs.episodes.types import Step
 from torchrl_grpo.errors import DataError
@@ -47,14 +47,20 @@ class ShellTask:
         check_row(example)
         self._check = example.columns["check"]
         if setup := example.columns.get("setup"):
-            status, text = self.folder.result(setup, self._limit_s)
+            status, text = self.folder.result(setup, self._limit_s, waits=True)
             if status:
                 raise RuntimeError(f"setup of {example.id} ended with status {status}: {text[-200:]}")
 
     def step(self, message: str) -> Step:
-        """Grade the folder, which ends the episode. A check that is ended has failed."""
+        """Grade the folder, which ends the episode. A check that is ended has failed.
+
+        Raises:
+            NotRun: the check was not run.
+        """
         try:
-            status, _ = self.folder.result(self._check, self._limit_s, _OF_CHECKS)
+            status, _ = self.folder.result(self._check, self._limit_s, _OF_CHECKS, waits=True)
+        except NotRun:
+            raise
         except CodeFailed:
             status = 1
         return Step(reward=float(status == 0), done=True)

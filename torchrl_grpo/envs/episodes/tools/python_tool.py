@@ -34,6 +34,10 @@ class CodeFailed(Exception):
     """The code cannot be run, took too long, or wrote too much. The message is for the model."""
 
 
+class NotRun(CodeFailed):
+    """The code was not run, or not to its end, for no fault of its own."""
+
+
 class _Memory:
     """Lets code run as long as a share of the machine's free memory suffices for all that runs."""
 
@@ -42,19 +46,20 @@ class _Memory:
         self._changed = threading.Condition()
 
     @contextmanager
-    def reserved(self, end: float, limit_s: float) -> Iterator[None]:
+    def reserved(self, end: float | None, limit_s: float) -> Iterator[None]:
         """Wait for the memory of one call, and keep it.
 
         Args:
-            end: time of the monotonic clock at which the wait ends.
+            end: time of the monotonic clock at which the wait ends; None to wait until there is memory.
             limit_s: seconds that the message names.
 
         Raises:
-            CodeFailed: there was no memory in time.
+            NotRun: there was no memory in time.
         """
         with self._changed:
-            if not self._changed.wait_for(self._has_room, max(0.0, end - time.monotonic())):
-                raise CodeFailed(f"the memory was in use for {limit_s:g} s, and the code was not run")
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not self._changed.wait_for(self._has_room, left):
+                raise NotRun(f"the memory was in use for {limit_s:g} s, and the code was not run")
             self._running += 1
             # There may be room for more than one.
             self._changed.notify_all()
@@ -70,7 +75,8 @@ class _Memory:
         return self._running == 0 or (self._running + 1) * (_MAX_BYTES + _MORE_BYTES) <= _SHARE * free
 
 
-_memory = _Memory()
+#: What the code of all tools of this process may take.
+memory = _Memory()
 # Processes that were not waited for to their end.
 _unfinished: set[subprocess.Popen[bytes]] = set()
 
@@ -91,7 +97,9 @@ def run_python(code: str, limit_s: float) -> str:
         OSError: the machine cannot start a process.
     """
     remove_abandoned()
-    output = run_program(_PROGRAM, code, limit_s, tempfile.gettempdir(), {"PATH": os.defpath})
+    end = time.monotonic() + limit_s
+    with memory.reserved(end, limit_s):
+        output = run_program(_PROGRAM, code, limit_s, end, tempfile.gettempdir(), {"PATH": os.defpath})
     status, _, text = output.decode(errors="replace").partition("\n")
     if status != "done":
         raise CodeFailed(text or "the process that ran the code has ended")
@@ -99,29 +107,22 @@ def run_python(code: str, limit_s: float) -> str:
 
 
 def run_program(
-    program: Path, code: str, limit_s: float, place: str, environment: Mapping[str, str]
+    program: Path, code: str, limit_s: float, end: float, place: str, environment: Mapping[str, str]
 ) -> bytes:
-    """Return the output of a program that runs code, when there is memory for it.
+    """Return the output of a program that runs code. Its memory is reserved already.
 
     Args:
         program: path of ``python_sandbox.py`` or of a program with the same arguments.
         code: code, its input.
         limit_s: time limit in seconds.
+        end: time of the monotonic clock at which the code is ended.
         place: folder that the program gets.
         environment: its environment variables, beside those that all have.
 
     Raises:
-        CodeFailed: there is no memory, or it took too long.
+        CodeFailed: it took too long.
         OSError: the machine cannot start a process.
     """
-    end = time.monotonic() + limit_s
-    with _memory.reserved(end, limit_s):
-        return _run(program, code, limit_s, end, place, environment)
-
-
-def _run(
-    program: Path, code: str, limit_s: float, end: float, place: str, environment: Mapping[str, str]
-) -> bytes:
     arguments = [os.getpid(), place, end, limit_s, _MAX_BYTES]
     with tempfile.TemporaryFile() as file:
         file.write(code.encode(errors="replace"))

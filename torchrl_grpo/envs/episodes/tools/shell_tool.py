@@ -6,13 +6,20 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.envs.episodes.tools import scratch_folder
-from torchrl_grpo.envs.episodes.tools.python_tool import CodeFailed, remove_abandoned, run_program
+from torchrl_grpo.envs.episodes.tools.python_tool import (
+    CodeFailed,
+    NotRun,
+    memory,
+    remove_abandoned,
+    run_program,
+)
 from torchrl_grpo.envs.episodes.tools.tool import Tool, make_schema
 
 NAME = "shell"
@@ -30,7 +37,7 @@ class ShellFolder:
     def __init__(self) -> None:
         # A command runs in one thread while another one closes the folder.
         self._lock = threading.Lock()
-        self._path, self._descriptor = "", -1
+        self._path, self._descriptor, self._closed = "", -1, False
 
     def run(self, arguments: Mapping[str, Any], limit_s: float) -> str:
         """Run the command line of a call, and return what it prints, with its exit status if that is not 0.
@@ -43,7 +50,12 @@ class ShellFolder:
         return text if status == 0 else f"{text}\nexit status {status}".lstrip()
 
     def result(
-        self, command: str, limit_s: float, variables: Mapping[str, str] | None = None
+        self,
+        command: str,
+        limit_s: float,
+        variables: Mapping[str, str] | None = None,
+        *,
+        waits: bool = False,
     ) -> tuple[int, str]:
         """Run a command line.
 
@@ -51,29 +63,39 @@ class ShellFolder:
             command: command line.
             limit_s: time limit in seconds. The call returns less than a second later.
             variables: further environment variables.
+            waits: whether the limit begins when there is memory, and the wait for it has no limit.
 
         Returns:
             Its exit status, negative for a signal, and what it has printed.
 
         Raises:
             CodeFailed: it took too long, or took too much.
+            NotRun: there was no memory in time, the folder is closed, or somebody ended the process.
             OSError: the machine cannot start a process.
         """
         remove_abandoned()
-        with self._lock:
+        end = time.monotonic() + limit_s
+        with self._lock, memory.reserved(None if waits else end, limit_s):
+            if self._closed:
+                raise NotRun("the episode has ended")
+            if waits:
+                end = time.monotonic() + limit_s
             if not self._path:
                 self._path, self._descriptor = scratch_folder.create(tempfile.gettempdir())
             own = {"HOME": self._path, "TMPDIR": self._path}
             environment = {**_VARIABLES, **own, **(variables or {})}
-            output = run_program(_PROGRAM, command, limit_s, self._path, environment)
+            output = run_program(_PROGRAM, command, limit_s, end, self._path, environment)
         status, _, text = output.decode(errors="replace").partition("\n")
         name, _, number = status.partition(" ")
+        if name == "failed":
+            raise CodeFailed(text)
         if name != "done":
-            raise CodeFailed(text or "the process that ran the command has ended")
+            raise NotRun("the process that ran the command has ended")
         return int(number), text.strip()
 
     def close(self) -> None:
         """Remove the folder, in another thread because it may take long. A command ends first."""
+        self._closed = True
         threading.Thread(target=self._remove, name="shell-folder").start()
 
     def _remove(self) -> None:
