@@ -23,7 +23,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks.data import check_data
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
-from torchrl_grpo.envs.episodes.build import with_prompts
+from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.shell_task import ShellTask, check_row
 from torchrl_grpo.envs.episodes.tools import python_tool, shell_tool
@@ -300,12 +300,17 @@ def test_the_model_cannot_pass_a_check_from_outside(place: Path) -> None:
     check = "python3 -c 'import json; raise SystemExit(json.loads(open(\"sum\").read()) != 55)'"
     plant = "echo 'loads = lambda text: 55' > json.py; echo 1 > sum; mkdir -p .local; cp json.py .local"
     assert played({"check": check}, plant).record.reward == 0.0
+    # Older ones import from there.
+    new = "python3 -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'"
+    assert played({"check": new}).record.reward == 1.0
+    own = f'test "$(command -v python3)" = {sys.base_prefix}/bin/python3'
+    assert played({"check": own}).record.reward == 1.0
 
 
 def test_what_a_row_gets_wrong_is_an_error(place: Path) -> None:
     record = played({"setup": "echo no; exit 4", "check": "true"}).record
     assert record.error is not None and "setup of row/1 ended with status 4: no" in record.error
-    for columns in ({}, {"check": 3}, {"check": "true", "setup": ["ls"]}):
+    for columns in ({}, {"check": 3}, {"check": " \n"}, {"check": "true", "setup": ["ls"]}):
         with pytest.raises(
             DataError, match=r"the column '(check|setup)' of row/1 is .*; write a command line"
         ):
@@ -319,6 +324,12 @@ def test_a_run_without_the_tool_or_without_checks_is_refused(tiny_model_dir: Pat
         check_data(cfg)
     cfg.env.tools = ["shell"]
     check_data(cfg)
+    for limit_s in ("abc", None, 0, -1, float("nan"), float("inf"), 1e300):
+        cfg.env.environment_args = {"limit_s": limit_s}
+        with pytest.raises(ConfigError, match=r"env\.environment_args\.limit_s=.*; write .*\{limit_s: 60\}"):
+            check_environment(cfg)
+    cfg.env.environment_args = {"limit_s": 2}
+    check_environment(cfg)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     with pytest.raises(DataError, match="the column 'check' of row/1"):
         with_prompts(cfg, Problems([example(check="true")], [example()]), tokenizer)

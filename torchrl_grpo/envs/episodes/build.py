@@ -22,7 +22,7 @@ from torchrl_grpo.envs.episodes.offers import Offer, check_available, offer_of, 
 from torchrl_grpo.envs.episodes.openenv.arguments import OpenEnvArguments
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.envs.episodes.shell_task import check_row
+from torchrl_grpo.envs.episodes.shell_task import ShellTask, check_row
 from torchrl_grpo.envs.episodes.tools import python_tool, shell_tool
 from torchrl_grpo.envs.episodes.tools.call_formats import ToolCall
 from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
@@ -71,6 +71,8 @@ def check_environment(cfg: Config) -> None:
             f"env.environment={name!r}: the class has no method {missing[0]}; write reset(self, example) and "
             "step(self, message)"
         )
+    if name == shell_tool.NAME:
+        ShellTask(**cfg.env.environment_args)
 
 
 def _find_environment(name: str) -> Callable[..., Environment]:

@@ -23,8 +23,10 @@ from torchrl_grpo.envs.episodes.tools.python_tool import (
 from torchrl_grpo.envs.episodes.tools.tool import Tool, make_schema
 
 NAME = "shell"
+#: Folders of the system's programs.
+PROGRAMS = ("/usr/local/bin", "/usr/bin", "/bin")
 _VARIABLES = {
-    "PATH": os.pathsep.join(("/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin")),
+    "PATH": os.pathsep.join((*PROGRAMS, f"{sys.base_prefix}/bin")),
     # Its settings in /etc cannot be read.
     "GIT_CONFIG_NOSYSTEM": "1",
 }
