@@ -47,8 +47,8 @@ _IGNORED = "fsync 74 82, fdatasync 75 83, msync 26 227"
 # Further calls of a shell and the programs that it starts.
 _OF_SHELLS = """
 execve 59 221, wait4 61 260, waitid 247 95, arch_prctl 158 -, set_tid_address 218 96, setrlimit 160 164,
-renameat2 316 276, fadvise64 221 223, setuid 105 146, setgid 106 144, setreuid 113 145, setregid 114 143,
-setresuid 117 147, setresgid 119 149
+fadvise64 221 223, setuid 105 146, setgid 106 144, setreuid 113 145, setregid 114 143, setresuid 117 147,
+setresgid 119 149
 """
 # Those with whose absence programs reckon: a timer is a signal to any process.
 _MISSING = "timer_create 222 107"
@@ -69,7 +69,7 @@ _KILL_CALL, _PRLIMIT = "kill 62 129", "prlimit64 302 261"
 _CREAT, _MKDIR = "creat 85 -", "mkdir 83 -, mkdirat 258 34"
 # Calls that are allowed with some arguments.
 _OPEN, _OPENAT, _CLONE, _SOCKETPAIR = "open 2 -", "openat 257 56", "clone 56 220", "socketpair 53 199"
-_FCNTL, _IOCTL = "fcntl 72 25", "ioctl 16 29"
+_FCNTL, _IOCTL, _MMAP, _RENAME = "fcntl 72 25", "ioctl 16 29", "mmap 9 222", "renameat2 316 276"
 # O_CREAT, and the bit of O_TMPFILE that is its own.
 _CREATES = 0o100 | 0o20000000
 # O_WRONLY and O_RDWR, and O_TRUNC, which Landlock lets pass without them in Linux before 6.2.
@@ -82,6 +82,10 @@ _IOCTL_COMMANDS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _CLONE_THREAD, _AF_UNIX, _SOCK_STREAM = 0x10000, 1, 1
 # Flags of clone for namespaces, and for a process that shares open files, whose limits would not be its own.
 _CLONE_REFUSED = 0x7E020000 | 0x400
+# MAP_SHARED and MAP_ANONYMOUS: memory that stays after the end of the process in which it counted.
+_SHARED_MEMORY = 0x01 | 0x20
+# RENAME_WHITEOUT, which leaves a device in the place of the file.
+_WHITEOUT = 4
 #: What stands for the working directory in the place of an open folder.
 AT_FDCWD = 0xFFFFFF9C
 # Calls from here on came after 2018. A C library does without those that the kernel does not know.
@@ -252,13 +256,13 @@ def _restrictions(column: int, create: int = _ALLOW, of_shell: bool = False) -> 
         (_RETURN, 0, 0, _fail(errno.EPERM)),
     ]
     return [
+        *(_calls_of_shell(column) if of_shell else ()),
         *_calls(_ALLOWED, column, [(_RETURN, 0, 0, _ALLOW)]),
         *_creating_calls(column, create, of_shell),
         *_calls(_IGNORED, column, [(_RETURN, 0, 0, _fail(0))]),
         *_calls(_FCNTL, column, _one_of(_FCNTL_COMMANDS, errno.EPERM)),
         *_calls(_IOCTL, column, _one_of(_IOCTL_COMMANDS, errno.ENOTTY)),
         *_calls(_SOCKETPAIR, column, socketpair),
-        *(_calls_of_shell(column) if of_shell else ()),
         # This has the second set of calls of x86_64 too.
         *_if(_AT_LEAST, _NEW_CALLS, _fail(errno.ENOSYS)),
         (_RETURN, 0, 0, _fail(errno.EPERM)),
@@ -268,7 +272,17 @@ def _restrictions(column: int, create: int = _ALLOW, of_shell: bool = False) -> 
 def _calls_of_shell(column: int) -> list[_Instruction]:
     # Those of another process are not its own to change.
     own_limits = [_argument(0), *_if(_EQUAL, 0, _ALLOW), (_RETURN, 0, 0, _fail(errno.EPERM))]
+    own_memory = [
+        _argument(3),
+        (_AND, 0, 0, _SHARED_MEMORY),
+        *_if(_EQUAL, _SHARED_MEMORY, _fail(errno.EPERM)),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    rename = [_argument(4), *_if(_ANY_BIT, _WHITEOUT, _fail(errno.EINVAL)), (_RETURN, 0, 0, _ALLOW)]
     return [
+        # Before the list that allows it to all.
+        *_calls(_MMAP, column, own_memory),
+        *_calls(_RENAME, column, rename),
         *_calls(_OF_SHELLS, column, [(_RETURN, 0, 0, _ALLOW)]),
         *_calls(_IGNORED_OF_SHELLS, column, [(_RETURN, 0, 0, _fail(0))]),
         *_calls(_MISSING, column, [(_RETURN, 0, 0, _fail(errno.ENOSYS))]),
