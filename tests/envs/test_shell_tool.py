@@ -39,7 +39,7 @@ ShellFolder().run({"command": sys.argv[1]}, 100.0)
 """
 _SPAWN = """import os
 os.waitpid(os.posix_spawn("/bin/echo", ["echo", "made"], {}, resetids=True), 0)"""
-_CLONE, _RENAMEAT2 = {"x86_64": (56, 316), "aarch64": (220, 276)}[os.uname().machine]
+_CLONE, _RENAMEAT2, _FCHMODAT = {"x86_64": (56, 316, 268), "aarch64": (220, 276, 53)}[os.uname().machine]
 # A program that makes a system call, and fails if the call does.
 _CALL = "python3 -c 'import ctypes; exit(ctypes.CDLL(None).syscall({}) < 0)'"
 
@@ -88,6 +88,8 @@ def test_programs_work_and_files_stay_for_the_episode(folder: ShellFolder, place
         "cat <(echo sub) - <<EOF\ntext\nEOF": "sub\ntext",
         "sleep 60 & kill $!; wait $!; echo $?": "143",
         "timeout 0.1 sleep 60; echo $?; sed -i s/kept/kept/ note": "124",
+        # Processes that have ended take no room, also if their parents ended before them.
+        "for n in $(seq 40); do (true & ); done; echo ok": "ok",
         "touch from; mv -n from to; ls to; rm to": "to",
         # As make starts programs.
         f"python3 -c '{_SPAWN}'": "made",
@@ -155,6 +157,8 @@ def test_commands_reach_nothing_but_their_folder(
             # Memory that stays after the end of the process in which it counted.
             "python3 -c 'import mmap; mmap.mmap(-1, 4096)'",
             "python3 -c 'import os; os.open(\"/dev/zero\", os.O_RDWR)'",
+            # An address that no process has.
+            _CALL.format(f"{_FCHMODAT}, -100, ctypes.c_ulong(2**63), 0o700"),
             f"python3 -c 'import ctypes; exit(ctypes.CDLL(None).ptrace(16, {os.getpid()}, 0, 0) < 0)'",
         ):
             assert "exit status" in run(folder, command), command

@@ -177,6 +177,10 @@ class ShellWatch(Watch):
         if question.kind == "thread":
             tasks = 0
             for process in self._processes():
+                if process != self.child:
+                    # Ends one whose parent has ended. Others are not its children.
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(process, os.WNOHANG)
                 with contextlib.suppress(OSError):
                     tasks += len(os.listdir(f"/proc/{process}/task"))
             error = errno.EAGAIN if tasks >= _MOST_TASKS else 0
@@ -195,6 +199,9 @@ class ShellWatch(Watch):
                 self._change_mode(question)
         except OSError as failure:
             error = failure.errno or errno.EPERM
+        except (OverflowError, ValueError):
+            # The arguments of a call can be any numbers.
+            error = errno.EFAULT
         self.answer(question, error, is_done=is_done)
 
     def _processes(self) -> list[int]:
