@@ -109,5 +109,5 @@ def test_what_comes_from_a_gpu_is_copied_once_and_stays_tied() -> None:
         assert copied["weights"]["a"] is copied["weights"]["b"]
         assert copied["weights"]["a"].device.type == "cpu"
         assert copied["weights"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
-        # What is in host memory is not copied again.
+        # What is in host memory is not copied, so the writer must have written it before an update.
         assert copied["state"][0] is moment and copied["state"][1] == (2, "text")

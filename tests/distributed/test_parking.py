@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +14,14 @@ from batches import make_batch, make_model, make_objective, no_budget
 from pretended_cuda import PretendedCuda
 from torch import Tensor
 
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import OptimizerName
 from torchrl_grpo.distributed.parking import is_parked
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training.optimizer_step import OptimizerStep
+from torchrl_grpo.training.run_checkpoints import RunCheckpoints
 
 
 def make_step(device: str, loads_parked: bool = False, name: str = "adamw") -> OptimizerStep:
@@ -102,6 +108,61 @@ def check_checkpoint(device: str, name: str, loads_parked: bool) -> None:
     for one in (step, resumed):
         one(make_batch(seed=1))
     assert same(weights(step), weights(resumed)) and same(moments(step), moments(resumed))
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_checkpoint_that_is_written_during_the_next_step_has_its_own_moments(
+    offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PretendedCuda():
+        step = make_step("cuda")
+        step(make_batch())
+        if offloads:
+            step.backend.park()
+        learner = SimpleNamespace(
+            model=torch.nn.ParameterList(step.parameters),
+            device=torch.device("cuda:0"),
+            network=None,
+            optimizer_step=step,
+            ranks=SimpleNamespace(size=1),
+        )
+        state = SimpleNamespace(
+            parts=SimpleNamespace(
+                learner=learner, tokenizer=None, plan=SimpleNamespace(offload_optimizer=offloads)
+            ),
+            counters=SimpleNamespace(step=1),
+            state_dict=lambda: {"optimise": step.state_dict()},
+        )
+        begun, disk, path = threading.Event(), threading.Event(), tmp_path / "trainer.pt"
+
+        def save(*_: object, state: dict[str, Any], has_read: Any, **__: object) -> None:
+            begun.set()
+            disk.wait()
+            torch.save(state, path)
+            has_read()
+
+        monkeypatch.setattr(checkpoint, "save", save)
+        checkpoints, waited = RunCheckpoints(Config(), state, tmp_path, "exact_match"), list[bool]()  # type: ignore[arg-type]
+        expected = copy.deepcopy(step.state_dict()["optimizer"]["state"])
+
+        def before_update() -> None:
+            waited.append(not checkpoints.writer._has_read.is_set())
+            if waited[-1]:
+                disk.set()
+            checkpoints.writer.wait_until_read()
+
+        step.before_update = before_update
+        checkpoints.save()
+        begun.wait()
+        step(make_batch(seed=1))
+        step.backend.park()
+        disk.set()
+        checkpoints.writer.finish()
+        written = torch.load(path, weights_only=True)["optimise"]["optimizer"]["state"]
+        for index, entry in expected.items():
+            assert same([value.cpu() for value in entry.values()], list(written[index].values()))
+        # Only what a thread has copied may change while a disk is slow.
+        assert waited == [offloads]
 
 
 def test_a_skipped_update_leaves_them_parked() -> None:

@@ -2,7 +2,8 @@
 
 On a CPU nothing is copied but the buffer: the files are written from the weights and the optimizer's state,
 and the next update waits until they have been read. From a GPU the thread that writes copies them to host
-memory first, and the update waits for that copy only.
+memory first, and the update waits for that copy only, unless it is of adapters, or moments wait in host
+memory, which are not copied.
 """
 
 from __future__ import annotations
@@ -79,12 +80,14 @@ class RunCheckpoints:
         }
         step, training, base = counters.step, self._training(), self._base
         best_step = counters.best_step if cfg.train.keep_best else None
+        offloads = self._state.parts.plan.offload_optimizer
 
         def write(has_read: Callable[[], None]) -> None:
             content: dict[str, Any] = {"state": state, "weights": weights}
             if device.type == "cuda":
                 content = _on_host(content, device)
-                if weights is not None:
+                # Moments in host memory are not copied, and stay the optimizer's own.
+                if weights is not None and not offloads:
                     has_read()
 
             def write_model(folder: Path) -> None:
