@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from pathlib import Path
@@ -112,7 +113,8 @@ def _passes(optimizer_step: OptimizerStep, batch: TensorDict, totals: BatchTotal
 def _parked(optimizer_step: OptimizerStep, batch: TensorDict) -> Figures:
     """Park the moments, and check that their memory is free and that the next step finds their values."""
     before = torch.cuda.memory_allocated()
-    saved = optimizer_step.state_dict()["optimizer"]["state"]
+    # The state holds the moments themselves, whose memory is then freed.
+    saved = copy.deepcopy(optimizer_step.state_dict()["optimizer"]["state"])
     started = time.perf_counter()
     optimizer_step.backend.park()
     seconds = time.perf_counter() - started
