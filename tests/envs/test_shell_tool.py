@@ -91,6 +91,8 @@ def test_programs_work_and_files_stay_for_the_episode(folder: ShellFolder, place
         # Processes that have ended take no room, also if their parents ended before them.
         "for n in $(seq 40); do (true & ); done; echo ok": "ok",
         "touch from; mv -n from to; ls to; rm to": "to",
+        # The first files may be large. That without content is none of them.
+        "for n in $(seq 40); do : 2> /dev/null; done; head -c 99999 /dev/zero > to; wc -c < to": "99999",
         # As make starts programs.
         f"python3 -c '{_SPAWN}'": "made",
         "yes | head -1; ln -s note link; cat link; mv a c; find c -name note": "y\nkept\nc/b/note",
@@ -312,10 +314,9 @@ def test_the_model_cannot_pass_a_check_from_outside(place: Path) -> None:
     plant = "echo 'loads = lambda text: 55' > json.py; echo 1 > sum; mkdir -p .local; cp json.py .local"
     assert played({"check": check}, plant).record.reward == 0.0
     # Older ones import from there.
-    new = "python3 -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'"
-    assert played({"check": new}).record.reward == 1.0
-    own = f'test "$(command -v python3)" = {sys.base_prefix}/bin/python3'
-    assert played({"check": own}).record.reward == 1.0
+    check = "python3 -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'"
+    check += f' && test "$(command -v python3)" = {sys.base_prefix}/bin/python3'
+    assert played({"check": check}).record.reward == 1.0
 
 
 def test_what_a_row_gets_wrong_is_an_error(place: Path) -> None:

@@ -95,8 +95,10 @@ _NEW_CALLS = 424
 _MACHINES = {"x86_64": (0xC000003E, 1, 317), "aarch64": (0xC00000B7, 2, 277)}
 _ALLOW, _ASK, _KILL, _FAIL = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-# Requests of a listener: receive a question, send an answer; and the answer that the call goes on.
-_RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
+# Requests of a listener: receive a question, send an answer, give a file; the answer that the call goes on.
+_RECEIVE, _SEND, _GIVE, _CONTINUE = 0xC0502100, 0xC0182101, 0x40182103, 1
+# SECCOMP_ADDFD_FLAG_SEND: the call returns the file.
+_AS_ANSWER = 2
 
 # An instruction: operation, instructions to skip if true and if false, value.
 _Instruction = tuple[int, int, int, int]
@@ -112,13 +114,16 @@ class Question(NamedTuple):
         kind: what it is about: ``thread`` (in a shell also a process), ``file``, ``folder``, ``signal`` or
             ``mode``.
         arguments: arguments of the call. Those about the rights of a file are all like those of ``fchmodat``:
-            a descriptor or ``AT_FDCWD``, the place of the path in memory or 0, and the rights.
+            a descriptor or ``AT_FDCWD``, the place of the path in memory or 0, and the rights. Those that
+            open a file are all like those of ``openat``.
+        opens: whether it opens a file with such arguments.
     """
 
     number: int
     process: int
     kind: str
     arguments: Sequence[int]
+    opens: bool
 
 
 def ask_about_calls(*, of_shell: bool = False) -> int:
@@ -172,11 +177,11 @@ def receive(listener: int) -> Question | None:
         "mode": f"{_CHMOD}, {_FCHMOD}, {_FCHMODAT}",
     }
     kind = next((name for name, calls in kinds.items() if call in _numbers(calls, column)), "file")
-    if call in _numbers(_CHMOD, column):
+    if call in _numbers(f"{_CHMOD}, {_OPEN}", column):
         arguments.insert(0, AT_FDCWD)
     elif call in _numbers(_FCHMOD, column):
         arguments.insert(1, 0)
-    return Question(number, process, kind, arguments)
+    return Question(number, process, kind, arguments, call in _numbers(f"{_OPEN}, {_OPENAT}", column))
 
 
 def answer(listener: int, question: int, error: int = 0, *, is_done: bool = False) -> None:
@@ -194,6 +199,22 @@ def answer(listener: int, question: int, error: int = 0, *, is_done: bool = Fals
     except FileNotFoundError:
         # Its process has ended.
         return
+
+
+def give(listener: int, question: int, file: int, *, is_inherited: bool) -> None:
+    """Let the call of a question return a file that this process has open.
+
+    Args:
+        listener: file descriptor of the questions.
+        question: number of the question.
+        file: file descriptor.
+        is_inherited: whether programs that the caller starts have the file too.
+
+    Raises:
+        OSError: the kernel cannot (before Linux 5.14), or the caller has ended or has too many files open.
+    """
+    flags = 0 if is_inherited else os.O_CLOEXEC
+    fcntl.ioctl(listener, _GIVE, struct.pack("=QIIII", question, _AS_ANSWER, file, 0, flags))
 
 
 def _install(make: Callable[[int], list[_Instruction]], *, new_listener: bool = False) -> int:

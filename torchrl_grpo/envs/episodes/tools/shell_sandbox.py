@@ -33,7 +33,7 @@ from torchrl_grpo.envs.episodes.tools.python_sandbox import (
     Watch,
     give_result,
 )
-from torchrl_grpo.runtime import sandbox
+from torchrl_grpo.runtime import sandbox, seccomp
 from torchrl_grpo.runtime.seccomp import AT_FDCWD, Question
 
 del sys.path[0]
@@ -173,6 +173,8 @@ class ShellWatch(Watch):
 
     def decide(self, question: Question) -> None:
         """Answer a question."""
+        if question.opens and self._give_null(question):
+            return
         error = 0
         if question.kind == "thread":
             tasks = 0
@@ -203,6 +205,24 @@ class ShellWatch(Watch):
             # The arguments of a call can be any numbers.
             error = errno.EFAULT
         self.answer(question, error, is_done=is_done)
+
+    def _give_null(self, question: Question) -> bool:
+        """Open the file without content for a process. It is not in the folder, and commands open it often.
+
+        Returns:
+            False if another file is meant, or the process has to open it itself and get its error.
+        """
+        flags = _signed(question.arguments[2])
+        with contextlib.suppress(OSError, OverflowError):
+            if _text_at(question.process, question.arguments[1]) == os.devnull:
+                file = os.open(os.devnull, flags)
+                try:
+                    is_inherited = not flags & os.O_CLOEXEC
+                    seccomp.give(self._listener, question.number, file, is_inherited=is_inherited)
+                finally:
+                    os.close(file)
+                return True
+        return False
 
     def _processes(self) -> list[int]:
         """Return the numbers of the processes of the command."""
