@@ -235,6 +235,22 @@ def test_a_folder_that_is_deleted_while_it_is_written_is_told(run_dir: Path, del
     assert save(run_dir, 10).is_dir()
 
 
+def test_a_folder_that_is_deleted_once_it_is_written_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = checkpoint._fill
+
+    def fill_and_delete(*content: Any) -> None:
+        fill(*content)
+        shutil.rmtree(run_dir)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_fill", fill_and_delete)
+        with pytest.raises(RunFolderLost, match=rf"{run_dir}/checkpoints was deleted or moved while the run"):
+            save(run_dir, 10)
+    assert save(run_dir, 10).is_dir()
+
+
 def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.background import BackgroundWriter
 from torchrl_grpo.checkpoints.run_dir import complete_checkpoints
-from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 # Entries of the state without clocks and sizes of memory.
@@ -98,6 +99,59 @@ def test_a_disk_that_is_full_stops_the_run_after_the_next_step(
     assert len(lines) in (2, 3)
     with pytest.raises(CheckpointError, match=r"checkpoints/1: .*No space"):
         train("short", train__total_dialog_turns=16)
+
+
+def test_a_run_whose_workers_are_lost_is_saved_after_a_write_that_failed(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, accumulate = checkpoint._fill, OptimizerStep.accumulate
+    writes, lost = list[int](), threading.Event()
+
+    def fail_once(tmp_dir: Path, step: int, *rest: Any) -> None:
+        writes.append(step)
+        if len(writes) == 1:
+            lost.wait()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fill(tmp_dir, step, *rest)
+
+    def lose(self: OptimizerStep, batch: Any) -> dict[str, float]:
+        if self.scheduler.last_epoch == 1:
+            lost.set()
+            raise WorkersLost("they are gone")
+        return accumulate(self, batch)
+
+    monkeypatch.setattr(checkpoint, "_fill", fail_once)
+    monkeypatch.setattr(OptimizerStep, "accumulate", lose)
+    with pytest.raises(WorkersLost, match=r"^they are gone$"):
+        train("run", train__checkpoint_frequency=1)
+    (folder,) = complete_checkpoints(tmp_path / "run")
+    assert folder.name == "1" and writes == [1, 1]
+
+
+def test_a_run_whose_checkpoint_misses_its_folder_is_saved_again(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, check, writes = checkpoint._fill, BackgroundWriter.check, list[int]()
+
+    def delete_once(tmp_dir: Path, step: int, *rest: Any) -> None:
+        writes.append(step)
+        if len(writes) == 1:
+            shutil.rmtree(tmp_path / "run")
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_dir))
+        fill(tmp_dir, step, *rest)
+
+    def check_at_the_end(writer: BackgroundWriter) -> None:
+        if writer._write is not None:
+            writer._write.exception()
+        check(writer)
+
+    monkeypatch.setattr(checkpoint, "_fill", delete_once)
+    monkeypatch.setattr(BackgroundWriter, "check", check_at_the_end)
+    text = r"\.writing-1 was deleted or moved .*; what was trained is now in .*/checkpoints/1: "
+    with pytest.raises(TrainingStopped, match=text):
+        train("run", train__checkpoint_frequency=1)
+    (folder,) = complete_checkpoints(tmp_path / "run")
+    assert folder.name == "1" and writes == [1, 1]
 
 
 def test_an_interrupted_run_waits_for_its_checkpoint(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
@@ -28,16 +31,25 @@ def test_a_run_whose_folder_is_deleted_saves_what_it_has_and_ends(
     config.train.checkpoint_frequency = 1
     expected = train("whole")
     honest, graded, lost = BareNumberReward.__call__, iter(range(10**6)), tmp_path / "lost"
+    fill, filled, deleted = checkpoint._fill, threading.Event(), threading.Event()
+
+    def fill_and_wait(*content: Any) -> None:
+        fill(*content)
+        # The first checkpoint is whole, and has not got its name yet.
+        filled.set()
+        deleted.wait()
 
     def delete(self: BareNumberReward, text: str, example: object) -> float:
         # In the second of three rounds of 16 responses.
         if next(graded) == 20:
-            # In one go: a checkpoint may be on its way into the folder.
-            lost.rename(tmp_path / "gone")
+            filled.wait()
+            shutil.rmtree(lost)
+            deleted.set()
         return honest(self, text, example)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(BareNumberReward, "__call__", delete)
+        patch.setattr(checkpoint, "_fill", fill_and_wait)
         with pytest.raises(TrainingStopped) as error:
             train("lost")
     assert str(error.value) == (

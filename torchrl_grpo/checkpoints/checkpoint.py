@@ -83,24 +83,26 @@ def save(
     """
     root = run_dir / "checkpoints"
     tmp_dir = root / f"{_TMP_PREFIX}{step}"
-    _remove(tmp_dir)
     writers = {_MODEL: write_model, **({"merged": write_merged} if write_merged is not None else {})}
     folders = [tmp_dir / name for name in writers]
-    for folder in folders:
-        folder.mkdir(parents=True)
+    with _lost_if_missing(root):
+        _remove(tmp_dir)
+        for folder in folders:
+            folder.mkdir(parents=True)
     with _cleanup_on_error(run_dir, tmp_dir, folders):
         _fill(tmp_dir, step, cfg, writers, state, has_read)
     target = root / str(step)
-    replaced = _rename_for_removal(target) if os.path.lexists(target) else None
-    tmp_dir.rename(target)
-    _flush(root)
-    if replaced is not None:
-        _remove(replaced)
-    # Count only up to this step: a later checkpoint, which a user may have copied here, must not displace the
-    # one just written.
-    for old in [folder for folder in _step_dirs(root) if int(folder.name) <= step][:-keep]:
-        if int(old.name) != best_step:
-            _remove(_rename_for_removal(old))
+    with _lost_if_missing(root):
+        replaced = _rename_for_removal(target) if os.path.lexists(target) else None
+        tmp_dir.rename(target)
+        _flush(root)
+        if replaced is not None:
+            _remove(replaced)
+        # Count only up to this step: a later checkpoint, which a user may have copied here, must not displace
+        # the one just written.
+        for old in [folder for folder in _step_dirs(root) if int(folder.name) <= step][:-keep]:
+            if int(old.name) != best_step:
+                _remove(_rename_for_removal(old))
     return target
 
 
@@ -150,6 +152,19 @@ def try_out(
         f"{run_dir}: {what} at least {least / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there; "
         f"make room, or write {fewer}hydra.run.dir=<a folder elsewhere>"
     )
+
+
+@contextmanager
+def _lost_if_missing(root: Path) -> Iterator[None]:
+    """Say that a folder is lost if it, or what is in it, is missing.
+
+    Raises:
+        RunFolderLost: somebody else has removed it.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise RunFolderLost(f"{root} was deleted or moved while the run wrote to it") from error
 
 
 @contextmanager

@@ -254,7 +254,7 @@ def _train(
             except UserError as ended:
                 try:
                     if isinstance(ended, WorkersLost):
-                        session.save()
+                        _save_last(session)
                     session.checkpoints.writer.finish()
                 except CheckpointError as error:
                     raise CheckpointError(f"{ended}; and {error}") from ended
@@ -309,12 +309,18 @@ def _save_again(session: Session) -> str:
     """Save what was trained in a run whose folder was deleted, and describe where."""
     if session.counters.step == 0:
         return "nothing was trained yet, so start the run again"
-    # The checkpoint that was being written is lost too, and the new one takes its place.
-    with suppress(RunFolderLost):
+    saved = _save_last(session)
+    return f"what was trained is now in {saved}: {checkpoint.how_to_continue(session.outputs.run_dir)}"
+
+
+def _save_last(session: Session) -> Path:
+    """Write a checkpoint of a run that ends, whatever became of the one before, and return its folder."""
+    # The new checkpoint takes the place of one that could not be written, and its own error is raised.
+    with suppress(Exception):
         session.checkpoints.writer.finish()
     saved = session.save()
     session.checkpoints.writer.finish()
-    return f"what was trained is now in {saved}: {checkpoint.how_to_continue(session.outputs.run_dir)}"
+    return saved
 
 
 def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from pathlib import Path
@@ -114,7 +113,11 @@ def _parked(optimizer_step: OptimizerStep, batch: TensorDict) -> Figures:
     """Park the moments, and check that their memory is free and that the next step finds their values."""
     before = torch.cuda.memory_allocated()
     # The state holds the moments themselves, whose memory is then freed.
-    saved = copy.deepcopy(optimizer_step.state_dict()["optimizer"]["state"])
+    state = optimizer_step.state_dict()["optimizer"]["state"]
+    saved = {
+        index: {name: value.to("cpu", copy=True) for name, value in entry.items()}
+        for index, entry in state.items()
+    }
     started = time.perf_counter()
     optimizer_step.backend.park()
     seconds = time.perf_counter() - started
