@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,20 +34,20 @@ def test_an_update_waits_for_what_is_read_and_the_next_write_for_the_whole_one()
         done.append("written")
 
     writer.wait_until_read()
-    writer.start(write)
+    writer.start(1, write)
     writer.check()
     assert done == []
     go_on[0].set()
     writer.wait_until_read()
     assert done == ["read"]
     go_on[1].set()
-    writer.start(lambda has_read: done.append("the next"))
+    writer.start(2, lambda has_read: done.append("the next"))
     writer.wait_until_read()
     writer.close()
     assert done == ["read", "written", "the next"]
 
 
-@pytest.mark.parametrize("seen_by", ["check", "finish", "start", "close"])
+@pytest.mark.parametrize("seen_by", ["check", "finish", "start"])
 def test_the_error_of_a_write_is_raised_once_and_holds_no_update_up(seen_by: str) -> None:
     def fail(has_read: Callable[[], None]) -> None:
         raise OSError("no room")
@@ -55,19 +58,92 @@ def test_the_error_of_a_write_is_raised_once_and_holds_no_update_up(seen_by: str
         writer.check()
 
     writer, after = BackgroundWriter(), list[str]()
-    writer.start(fail)
+    writer.start(1, fail)
     writer.wait_until_read()
     see: dict[str, Callable[[], None]] = {
         "check": check_at_the_end,
         "finish": writer.finish,
-        "start": lambda: writer.start(lambda has_read: after.append("written")),
-        "close": writer.close,
+        "start": lambda: writer.start(2, lambda has_read: after.append("written")),
     }
     with pytest.raises(OSError, match="no room"):
         see[seen_by]()
     writer.check()
     writer.close()
     assert after == []
+
+
+_INTERRUPTED = """
+import signal, sys, threading
+import numpy
+from safetensors.numpy import save_file
+from torchrl_grpo.checkpoints.background import BackgroundWriter
+from torchrl_grpo.cli.endings import exit_codes
+
+begun = threading.Event()
+
+def write(has_read):
+    while True:
+        save_file({"weights": numpy.zeros(1_000_000)}, sys.argv[1])
+        begun.set()
+
+with exit_codes():
+    writer = BackgroundWriter()
+    writer.start(5, write)
+    begun.wait()
+    try:
+        signal.raise_signal(int(sys.argv[2]))
+    finally:
+        writer.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"), [(signal.SIGINT, (130, "interrupted\n")), (signal.SIGTERM, (143, "terminated\n"))]
+)
+def test_a_second_interrupt_ends_a_process_that_waits_for_its_write(
+    number: signal.Signals, ending: tuple[int, str], tmp_path: Path
+) -> None:
+    arguments = ["-c", _INTERRUPTED, str(tmp_path / "weights"), str(int(number))]
+    process = subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process:
+        try:
+            assert process.stderr.readline() == (
+                "The checkpoint of step 5 is still being written; interrupt again to end without it.\n"
+            )
+            process.send_signal(number)
+            said = process.stderr.read()
+            assert (process.wait(), said) == ending
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_interrupt_while_a_write_begins_leaves_nobody_waiting(
+    has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, done, start = threading.Event(), threading.Event(), list[str](), threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        if has_begun:
+            start(thread)
+            begun.wait()
+        raise KeyboardInterrupt
+
+    def write(has_read: Callable[[], None]) -> None:
+        begun.set()
+        go_on.wait()
+        done.append("written")
+
+    writer = BackgroundWriter()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.start(1, write)
+    go_on.set()
+    writer.wait_until_read()
+    writer.close()
+    assert done == (["written"] if has_begun else [])
 
 
 def test_a_kill_at_any_moment_of_a_write_loses_nothing(tmp_path: Path) -> None:

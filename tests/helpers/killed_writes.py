@@ -36,7 +36,7 @@ def save(run_dir: Path, step: int, writer: BackgroundWriter | None = None) -> to
         )
 
     writer = writer or BackgroundWriter()
-    writer.start(write)
+    writer.start(step, write)
     return weights
 
 

@@ -16,6 +16,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.background import BackgroundWriter
 from torchrl_grpo.checkpoints.run_dir import complete_checkpoints
 from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
+from torchrl_grpo.runtime import screen
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 # Entries of the state without clocks and sizes of memory.
@@ -40,8 +41,8 @@ def test_a_checkpoint_written_during_the_next_step_is_the_one_written_at_once(
     changes = {"train__checkpoint_frequency": 1, "train__total_dialog_turns": 48, "checkpoint__keep": 9}
     with monkeypatch.context() as patch:
 
-        def start_and_wait(writer: BackgroundWriter, write: Any) -> None:
-            start(writer, write)
+        def start_and_wait(writer: BackgroundWriter, step: int, write: Any) -> None:
+            start(writer, step, write)
             writer.finish()
 
         patch.setattr(BackgroundWriter, "start", start_and_wait)
@@ -154,18 +155,24 @@ def test_a_run_whose_checkpoint_misses_its_folder_is_saved_again(
     assert folder.name == "1" and writes == [1, 1]
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_an_interrupted_run_waits_for_its_checkpoint(
-    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: bool,
+    train: Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    interrupted, fill, close = threading.Event(), checkpoint._fill, BackgroundWriter.close
+    interrupted, fill, said = threading.Event(), checkpoint._fill, list[str]()
 
     def fill_later(*content: Any) -> None:
         interrupted.wait()
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
         fill(*content)
 
-    def close_and_say(writer: BackgroundWriter) -> None:
+    def say(text: str) -> None:
+        said.append(text)
         interrupted.set()
-        close(writer)
 
     def interrupt(self: OptimizerStep, batch: Any) -> dict[str, float]:
         if self.scheduler.last_epoch == 1:
@@ -174,9 +181,15 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
 
     accumulate = OptimizerStep.accumulate
     monkeypatch.setattr(checkpoint, "_fill", fill_later)
-    monkeypatch.setattr(BackgroundWriter, "close", close_and_say)
+    monkeypatch.setattr(screen, "say", say)
     monkeypatch.setattr(OptimizerStep, "accumulate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train("run", train__checkpoint_frequency=1)
-    (folder,) = complete_checkpoints(tmp_path / "run")
-    assert folder.name == "1" and checkpoint.find_damage(folder) is None
+    assert said[0] == "The checkpoint of step 1 is still being written; interrupt again to end without it."
+    folders = complete_checkpoints(tmp_path / "run")
+    if fails:
+        assert len(said) == 2 and folders == []
+        assert said[1].startswith("warning: the checkpoint of step 1 is not written: ")
+        return
+    (folder,) = folders
+    assert len(said) == 1 and folder.name == "1" and checkpoint.find_damage(folder) is None

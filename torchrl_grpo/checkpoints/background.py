@@ -7,24 +7,33 @@ written; :mod:`~torchrl_grpo.checkpoints.checkpoint` does.
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+
+from torchrl_grpo.errors import first_line
+from torchrl_grpo.runtime import screen
+from torchrl_grpo.runtime.interrupts import Terminated
 
 
 class BackgroundWriter:
-    """A thread that writes one checkpoint at a time. All methods are for the thread that trains."""
+    """Writes one checkpoint at a time, each in a thread. All methods are for the thread that trains."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._write: Future[None] | None = None
+        self._step = 0
         self._has_read = threading.Event()
         self._has_read.set()
 
-    def start(self, write: Callable[[Callable[[], None]], object]) -> None:
+    def start(self, step: int, write: Callable[[Callable[[], None]], object]) -> None:
         """Begin a write, after the one before has ended.
 
         Args:
+            step: step of the checkpoint, for messages.
             write: function that writes. It calls its argument once it no longer reads weights and optimizer
                 state.
 
@@ -32,15 +41,32 @@ class BackgroundWriter:
             Exception: the write before failed with it.
         """
         self.finish()
-        self._has_read.clear()
+        result, has_read = Future[None](), threading.Event()
 
         def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
             try:
-                write(self._has_read.set)
-            finally:
-                self._has_read.set()
+                try:
+                    write(has_read.set)
+                finally:
+                    has_read.set()
+            except BaseException as error:  # noqa: BLE001  raised in the thread that trains
+                result.set_exception(error)
+            else:
+                result.set_result(None)
 
-        self._write = self._thread.submit(run)
+        # A daemon, so that a second interrupt ends the process, which leaves older checkpoints whole.
+        thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        try:
+            self._step, self._has_read, self._write = step, has_read, result
+            thread.start()
+        except BaseException:
+            # An interrupt came. Nobody may wait for a thread that has not begun.
+            if result.cancel():
+                has_read.set()
+                self._write = None
+            raise
 
     def wait_until_read(self) -> None:
         """Wait until weights and optimizer state may change. If the write failed, they may too."""
@@ -69,12 +95,35 @@ class BackgroundWriter:
                 raise error
 
     def close(self) -> None:
-        """Wait for the end of the write, and end the thread.
+        """Wait for the end of a write that is still under way, as another error or an interrupt ends the run.
+
+        An error of the write is printed only, so that it does not take the place of what ends the run.
 
         Raises:
-            Exception: the write failed with it.
+            KeyboardInterrupt: an interrupt came during the wait. The process can end without the write.
         """
+        write = self._write
+        if write is None:
+            return
+        what = f"checkpoint of step {self._step}"
         try:
+            if not write.done():
+                screen.say(f"The {what} is still being written; interrupt again to end without it.")
             self.finish()
-        finally:
-            self._thread.shutdown(wait=False)
+        except Exception as error:  # noqa: BLE001  of whatever kind, something else ends the run
+            screen.say(f"warning: the {what} is not written: {first_line(error)}")
+        except KeyboardInterrupt as interrupt:
+            number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+            atexit.register(_end_without, write, 128 + number)
+            raise
+
+
+def _end_without(write: Future[None], exit_code: int) -> None:
+    """End the process here if a write is under way.
+
+    Python would end the write's thread in the middle of a function of C++ or Rust, which aborts the process.
+    """
+    if not write.done():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)

@@ -270,8 +270,10 @@ def _train(
     except RunFolderLost as lost:
         raise TrainingStopped(f"{lost}; {_save_again(session)}") from lost
     finally:
-        ranks.release()
-        session.close()
+        try:
+            ranks.release()
+        finally:
+            session.close()
     counters, last = session.counters, rows[-1]
     report.plot(run_dir, grader.name)
     sample: list[str] = []

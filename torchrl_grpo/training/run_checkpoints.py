@@ -110,7 +110,7 @@ class RunCheckpoints:
                 has_read=has_read,
             )
 
-        self.writer.start(write)
+        self.writer.start(step, write)
         # Merged or gathered weights take memory that the next step may need.
         if merged or (learner.ranks.size > 1 and device.type == "cpu"):
             self.writer.finish()

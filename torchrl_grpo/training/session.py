@@ -405,7 +405,9 @@ class Session:
 
     def close(self) -> None:
         """Free the engine and the model, and close every file, so that a sweep's next job starts afresh."""
-        self._exit_stack.close()
-        # The traceback of an exception may keep this object alive until a sweep ends.
-        del self.parts, self.state, self.checkpoints
-        release_freed_memory()
+        try:
+            self._exit_stack.close()
+        finally:
+            # The traceback of an exception may keep this object alive until a sweep ends.
+            del self.parts, self.state, self.checkpoints
+            release_freed_memory()
