@@ -20,6 +20,7 @@ from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import OptimizerName
 from torchrl_grpo.distributed.parking import is_parked
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.training import run_checkpoints
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 from torchrl_grpo.training.run_checkpoints import RunCheckpoints
 
@@ -110,6 +111,25 @@ def check_checkpoint(device: str, name: str, loads_parked: bool) -> None:
     assert same(weights(step), weights(resumed)) and same(moments(step), moments(resumed))
 
 
+def checkpoints_of(step: OptimizerStep, run_dir: Path, offloads: bool) -> RunCheckpoints:
+    """Checkpoints of a run of which there is only the optimizer step."""
+    learner = SimpleNamespace(
+        model=torch.nn.ParameterList(step.parameters),
+        device=torch.device("cuda:0"),
+        network=None,
+        optimizer_step=step,
+        ranks=SimpleNamespace(size=1),
+    )
+    state = SimpleNamespace(
+        parts=SimpleNamespace(
+            learner=learner, tokenizer=None, plan=SimpleNamespace(offload_optimizer=offloads)
+        ),
+        counters=SimpleNamespace(step=1),
+        state_dict=lambda: {"optimise": step.state_dict()},
+    )
+    return RunCheckpoints(Config(), state, run_dir, "exact_match")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_checkpoint_that_is_written_during_the_next_step_has_its_own_moments(
     offloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,20 +139,6 @@ def test_a_checkpoint_that_is_written_during_the_next_step_has_its_own_moments(
         step(make_batch())
         if offloads:
             step.backend.park()
-        learner = SimpleNamespace(
-            model=torch.nn.ParameterList(step.parameters),
-            device=torch.device("cuda:0"),
-            network=None,
-            optimizer_step=step,
-            ranks=SimpleNamespace(size=1),
-        )
-        state = SimpleNamespace(
-            parts=SimpleNamespace(
-                learner=learner, tokenizer=None, plan=SimpleNamespace(offload_optimizer=offloads)
-            ),
-            counters=SimpleNamespace(step=1),
-            state_dict=lambda: {"optimise": step.state_dict()},
-        )
         begun, disk, path = threading.Event(), threading.Event(), tmp_path / "trainer.pt"
 
         def save(*_: object, state: dict[str, Any], has_read: Any, **__: object) -> None:
@@ -142,7 +148,7 @@ def test_a_checkpoint_that_is_written_during_the_next_step_has_its_own_moments(
             has_read()
 
         monkeypatch.setattr(checkpoint, "save", save)
-        checkpoints, waited = RunCheckpoints(Config(), state, tmp_path, "exact_match"), list[bool]()  # type: ignore[arg-type]
+        checkpoints, waited = checkpoints_of(step, tmp_path, offloads), list[bool]()
         expected = copy.deepcopy(step.state_dict()["optimizer"]["state"])
 
         def before_update() -> None:
@@ -163,6 +169,28 @@ def test_a_checkpoint_that_is_written_during_the_next_step_has_its_own_moments(
             assert same([value.cpu() for value in entry.values()], list(written[index].values()))
         # Only what a thread has copied may change while a disk is slow.
         assert waited == [offloads]
+
+
+@pytest.mark.parametrize(
+    ("free", "offloads", "waits"),
+    # Weights and moments are three times the size of the weights, of which parked moments are not copied.
+    [(5.9, False, True), (6.1, False, False), (1.9, True, True), (2.1, True, False), (None, False, False)],
+)
+def test_a_run_waits_for_a_checkpoint_whose_copy_takes_half_of_the_host_memory(
+    free: float | None, offloads: bool, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PretendedCuda():
+        step = make_step("cuda")
+        step(make_batch())
+        if offloads:
+            step.backend.park()
+        size = sum(parameter.nbytes for parameter in step.parameters) / 2**30
+        monkeypatch.setattr(run_checkpoints, "available_gib", lambda: None if free is None else free * size)
+        monkeypatch.setattr(checkpoint, "save", lambda *_, has_read, **__: has_read())
+        checkpoints = checkpoints_of(step, tmp_path, offloads)
+        checkpoints.save()
+        assert (checkpoints.writer._write is None) == waits
+        checkpoints.writer.finish()
 
 
 def test_a_skipped_update_leaves_them_parked() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -28,10 +28,13 @@ from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.distributed.parallelism import sharded
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.metrics import METRICS, read_jsonl
+from torchrl_grpo.runtime.hardware import available_gib
 from torchrl_grpo.training.state import SessionState
 
 # Entries of the state with tensors that only an update, or a refresh of the reference, changes.
 _HELD = ("optimise", "reference")
+# A copy in host memory lies there during the next step if it takes at most this share of what is free.
+_COPY_SHARE = 0.5
 
 
 class RunCheckpoints:
@@ -67,10 +70,11 @@ class RunCheckpoints:
         self.writer.finish()
         cfg, counters, learner = self._cfg, self._state.counters, self._state.parts.learner
         model, tokenizer, device = learner.model, self._state.parts.tokenizer, learner.device
-        merged = cfg.checkpoint.export_merged
+        merged, is_sharded = cfg.checkpoint.export_merged, sharded(learner.network)
+        free_gib = available_gib()
         weights: Mapping[str, Tensor] | None = None
         if not lora.adapted_layers(model):
-            if sharded(learner.network):
+            if is_sharded:
                 weights = {name: p.cpu() for name, p in learner.full_model().named_parameters()}
             elif device.type == "cuda":
                 weights = model.state_dict()
@@ -110,9 +114,15 @@ class RunCheckpoints:
                 has_read=has_read,
             )
 
+        copied = [
+            tensor.nbytes
+            for tensor in tree_leaves((weights, state))
+            if isinstance(tensor, Tensor) and (tensor.is_cuda or is_sharded)
+        ]
         self.writer.start(step, write)
-        # Merged or gathered weights take memory that the next step may need.
-        if merged or (learner.ranks.size > 1 and device.type == "cpu"):
+        # Merged, gathered or copied weights take memory that the next step may need.
+        is_large = free_gib is not None and sum(copied) > _COPY_SHARE * free_gib * 2**30
+        if merged or is_large or (learner.ranks.size > 1 and device.type == "cpu"):
             self.writer.finish()
 
     def _training(self) -> model_card.Training:
