@@ -42,7 +42,7 @@ def test_a_finding_has_evidence_step_fix_and_source(
     assert _run(str(_write(tmp_path, 1.0))) == 1
     shown = capsys.readouterr().out
     for part in (
-        "reward_fails: every call",
+        "reward_fails: 100% of the calls of a reward failed",
         "since step 1",
         "reward.functions",
         "source  by definition",
