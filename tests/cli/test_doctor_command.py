@@ -45,7 +45,7 @@ def test_a_finding_has_evidence_step_fix_and_source(
         "reward_fails: 100% of the calls of a reward failed",
         "since step 1",
         "reward.functions",
-        "source  by definition",
+        "source  a reward that fails on half",
         "'42'",
     ):
         assert part in shown
