@@ -374,9 +374,10 @@ def test_the_saved_model_is_the_trained_one(train: Runner, config: Config, tmp_p
     train("saved", train__checkpoint_frequency=2)
     folder = tmp_path / "saved/checkpoints/4/model"
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "all may be read by the same people"
-    last = read(tmp_path / "saved/metrics.jsonl")[-1]
+    first, *_, last = read(tmp_path / "saved/metrics.jsonl")
     card = (folder / "README.md").read_text()
-    assert f"| accuracy | {last['eval/accuracy']:.3f} | {last['eval/accuracy_low']:.3f} to " in card
+    before, after, low = first["eval/accuracy"], last["eval/accuracy"], last["eval/accuracy_low"]
+    assert f"| accuracy by exact_match | {before:.3f} | {after:.3f} | {low:.3f} to " in card
     saved = AutoModelForCausalLM.from_pretrained(folder)
     start = AutoModelForCausalLM.from_pretrained(config.model.name)
     moved = [not torch.equal(a, b) for a, b in zip(saved.parameters(), start.parameters(), strict=True)]
