@@ -94,7 +94,7 @@ def test_a_run_in_epochs_is_the_run_of_as_many_samples(
     # Half of the 24 problems that are not held out, not even in other words, 4 a round.
     found = train("epochs", train__total_dialog_turns=None, train__num_epochs=0.5)
     assert found == whole and whole[-1]["step"] == 3
-    said = "length: 3 rounds of 4 problems x 4 samples, 3 optimizer steps, 0.5 times 24 problems"
+    said = "length: 3 rounds of 4 problems x 4 samples, 3 optimizer steps, 12 of 24 problems"
     assert said in capsys.readouterr().err
     assert train("epochs", resume=str(tmp_path / "epochs/checkpoints/1")) == whole
     with pytest.raises(CheckpointError, match=r"started with train\.num_epochs=0\.5"):

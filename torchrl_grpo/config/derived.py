@@ -78,7 +78,11 @@ def describe_length(cfg: Config, problems: int | None) -> str:
         problems: number of problems to train on; None if unknown.
     """
     whole = with_total_turns(cfg, problems or 0)
-    times = "" if problems is None else f", {passes(whole, problems):.3g} times {problems} problems"
+    times = ""
+    if problems is not None:
+        share = passes(whole, problems)
+        times = f"{round(share * problems)} of" if share < 1 else f"{share:.3g} times"
+        times = f", {times} {problems} problems"
     refilled = ", and more for refills" if cfg.policy.constant_groups == "refill" else ""
     return (
         f"length: {rounds(whole)} rounds of {cfg.env.num_envs} problems x {cfg.env.repeats} samples, "
