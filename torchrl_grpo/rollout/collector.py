@@ -16,6 +16,7 @@ from torchrl_grpo.envs.chat import prompt_pictures
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.models.lora import merged_weights
+from torchrl_grpo.models.pictures import processor_of
 from torchrl_grpo.rollout import saved_groups
 from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
@@ -66,6 +67,9 @@ class GroupSource:
 
     def read_pictures(self, group: Group) -> None:
         """Give a group of a checkpoint the pictures of its prompt, which checkpoints do not have."""
+        if processor_of(self.tokenizer) is None:
+            # Nothing to read, and a stream of problems may draw one to answer.
+            return
         example = self.env.stream.at(group.group_id)
         group.pictures = prompt_pictures(self.tokenizer, example, group.prompt)
 
