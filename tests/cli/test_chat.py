@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 from fake_hub import serve
+from omegaconf import OmegaConf
 
+from torchrl_grpo.checkpoints.run_dir import MANIFEST
 from torchrl_grpo.cli import chat
+from torchrl_grpo.config import Config
 from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.printable import printable
 
@@ -119,6 +122,40 @@ def test_of_the_settings_in_a_models_folder_only_the_ends_count(
     settings.write_text(json.dumps({"eos_token_id": tokens}))
     # Every token ends the answer.
     assert len(talk(monkeypatch, capsys, "hi\n", str(folder))) < len(plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ([], {"model": "Be brief."}),
+        (["--base"], {"model": "Be brief.", "base": "Be brief."}),
+        (["--base", "MODEL"], {"model": "Be brief.", "base": "Be brief."}),
+        (["--base", "--system", "Be kind."], {"model": "Be kind.", "base": "Be kind."}),
+    ],
+)
+def test_the_base_model_reads_the_system_message_of_the_run(
+    words: list[str],
+    messages: dict[str, str],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cfg = Config()
+    cfg.model.name, cfg.env.system_prompt = str(tiny_model_dir), "Be brief."
+    checkpoint = tmp_path / "checkpoints/4"
+    shutil.copytree(tiny_model_dir, checkpoint / "model")
+    (checkpoint / MANIFEST).write_text("{}")
+    (checkpoint / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    read: dict[str, str | None] = {}
+
+    def answer(self: chat.Speaker, *_: object) -> None:
+        read[self.name] = self.system
+
+    monkeypatch.setattr(chat.Speaker, "answer", answer)
+    replaced = [word.replace("MODEL", str(tiny_model_dir)) for word in words]
+    talk(monkeypatch, capsys, "hi\n", str(checkpoint), *replaced)
+    assert read == messages
 
 
 @pytest.mark.parametrize(

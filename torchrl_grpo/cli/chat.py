@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.cli import model_argument
 from torchrl_grpo.cli.endings import run_tool
 from torchrl_grpo.cli.model_argument import ModelArgument
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models import kind, shape
+from torchrl_grpo.planning import cores
 from torchrl_grpo.runtime.interrupts import Terminated
 from torchrl_grpo.runtime.printable import printable
 
@@ -40,14 +42,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     _check(args)
+    cores.wait_passively()
     _quiet()
     models = {"model": model_argument.read(args.model)}
     if args.base is not None:
         models["base"] = model_argument.read(args.base or _base_of(models["model"]))
+    run = _run_of(models["model"])
     with tempfile.TemporaryDirectory() as temporary:
         # A mistake in the second name is reported before the first model is loaded.
-        checked = {name: _checked(args, each, Path(temporary) / name) for name, each in models.items()}
+        checked = {
+            name: _checked(args, each, _run_of(each) or run, Path(temporary) / name)
+            for name, each in models.items()
+        }
         _talk([_speaker(name, *settings) for name, settings in checked.items()], args)
+
+
+def _run_of(model: ModelArgument) -> Config | None:
+    """Return the configuration of the run that a model is of."""
+    return None if model.checkpoint is None else model_argument.config_of(model.checkpoint)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="also show the answers of this model, by default of the one that the run began with",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message (by default that of the run)")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system message (by default that of the run, also for --base)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest response (default: 512)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampled responses")
@@ -89,9 +103,10 @@ def _quiet() -> None:
 
 
 def _base_of(model: ModelArgument) -> str:
-    if model.checkpoint is None:
+    run = _run_of(model)
+    if run is None:
         raise ConfigError(f"--base: {model.text} is no run, so write the base model: --base MODEL")
-    return model_argument.config_of(model.checkpoint).model.name
+    return run.model.name
 
 
 @dataclass
@@ -159,15 +174,28 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def _checked(args: argparse.Namespace, named: ModelArgument, merged: Path) -> tuple[ModelConfig, str | None]:
-    """Return the configuration of a model that can be loaded, and the system message."""
+def _checked(
+    args: argparse.Namespace, named: ModelArgument, run: Config | None, merged: Path
+) -> tuple[ModelConfig, str | None]:
+    """Check that a model can be loaded.
+
+    Args:
+        args: arguments of the command.
+        named: the model.
+        run: configuration of its run. Another model gets that of the run that it is compared with, so that
+            both read the same. None if there is no run.
+        merged: new folder for a model that adapters are merged into.
+
+    Returns:
+        Its configuration, and the system message.
+    """
     cfg = ModelConfig(name=named.folder, trust_remote_code=args.trust_remote_code)
     system = args.system
-    if named.checkpoint is not None:
-        own = model_argument.config_of(named.checkpoint)
-        # Its template may be one that the tokenizer does not have.
-        cfg = replace(cfg, chat_template=own.model.chat_template)
-        system = own.env.system_prompt if system is None else system
+    if run is not None:
+        system = run.env.system_prompt if system is None else system
+        if named.checkpoint is not None or not args.base:
+            # The run's template may be one that the tokenizer does not have.
+            cfg = replace(cfg, chat_template=run.model.chat_template)
     if model_argument.has_adapters(cfg.name, cfg):
         model_argument.merge(cfg.name, merged, cfg.trust_remote_code)
         cfg = replace(cfg, name=str(merged))

@@ -17,6 +17,12 @@ from torchrl_grpo.planning.plan import Plan
 PASSIVE_WAIT_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
+def wait_passively() -> None:
+    """Set how this process's OpenMP threads wait, unless the user has. Call it before torch is imported."""
+    if not PASSIVE_WAIT_ENV.keys() & os.environ.keys():
+        os.environ.update(PASSIVE_WAIT_ENV)
+
+
 def allowed_cores() -> int:
     """Return the number of cores that this process may use; Slurm and taskset can allow fewer than exist."""
     return len(os.sched_getaffinity(0))

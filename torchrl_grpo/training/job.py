@@ -6,7 +6,6 @@ Errors in the data or the resumption are reported before torch is imported.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,7 @@ from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, UserError, WorkersLost
 from torchrl_grpo.models import hub_upload
 from torchrl_grpo.observe.held_out import held_out
-from torchrl_grpo.planning import preflight, resolve
-from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
+from torchrl_grpo.planning import cores, preflight, resolve
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.report import change
 from torchrl_grpo.rewards.graders import CountingGrader
@@ -340,6 +338,5 @@ def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
         hardware.put_own_programs_on_path()
     if on_gpu and not sleeps:
         hardware.use_expandable_segments()
-    if not PASSIVE_WAIT_ENV.keys() & os.environ.keys():
-        os.environ.update(PASSIVE_WAIT_ENV)
+    cores.wait_passively()
     compile_cache.use_own()
