@@ -27,7 +27,8 @@ has commands, versions, the curve of each run, and the grade of each held-out pr
 never trained on.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
-first arm, on the same seeds and problems.
+first arm, on the same seeds and problems. Seconds are those of each command of an arm, with its start and
+its evaluations.
 """
 
 
@@ -52,7 +53,8 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         if experiment.shape:
             formed = np.mean([run["formed"] for run in own.values()], axis=0)
             cells.append(f"{formed[0]:.2f}, then {formed[1]:.2f}")
-        cells.append(f"{np.mean([sum(run['seconds']) for run in own.values()]):.0f}")
+        stages = np.mean([run["seconds"] for run in own.values()], axis=0)
+        cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
     return rows
 
