@@ -135,7 +135,7 @@ EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
     # that the teacher finds most probable.
     "distill": {
         "GRPO, the teacher": (_GRPO_SUMS,),
-        # As many seconds as the others take.
+        # No more seconds than the others take.
         "SFT": (Stage(_SFT, (*_SFT_SUMS.words, "train.total_dialog_turns=216")),),
         "distillation": (_GRPO_SUMS, Stage(_GRPO, (*_SUMS, "policy=distill"), "teacher_model.name")),
         "distillation, top 16": (

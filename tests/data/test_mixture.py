@@ -214,8 +214,8 @@ def test_each_part_is_scored_and_graded_by_its_own_rewards(tmp_path: Path) -> No
         ({"dataset": "gsm8k", "eval_reward": "none"}, "part gsm8k: eval.reward=none"),
         ({"dataset": "gsm8k", "name": ""}, r"env.mixture\[0\].name"),
         ({"dataset": "gsm8k", "name": "a/b"}, r"env.mixture\[0\].name=a/b: it must be a name without /"),
-        ({"dataset": "gsm8k", "task_size": 0}, "part gsm8k: env.task_size=0: it must be at least 1"),
-        ({"dataset": "gsm8k", "reward": {"timeout_s": 0}}, "part gsm8k: reward.timeout_s=0"),
+        ({"dataset": "gsm8k", "task_size": 0}, r"env.mixture\[0\].task_size=0: it must be at least 1"),
+        ({"dataset": "gsm8k", "reward": {"timeout_s": 0}}, r"env.mixture\[0\].reward.timeout_s=0"),
     ],
 )
 def test_a_mistake_in_a_part_names_the_part(tmp_path: Path, part: Any, error: str) -> None:

@@ -489,8 +489,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"retries": -1}, "retries=-1: it must be at least 0"),
     ({"request": {"messages": []}}, "request.messages=[]: the judge itself sets messages, model, stream, n"),
     ({"key_variable": "sk-123"}, "key_variable: its value is no name of an environment variable; write"),
-    ({"api_key": "sk-123"}, "api_key: a key is not written into a configuration; set an environment"),
-    ({"rubrik": "x"}, "rubrik: there is no such argument; write reward.args.quality.rubric instead"),
+    ({"api_key": "sk-123"}, "api_key: an API key is not written into a configuration; set an environment"),
+    ({"rubrik": "x"}, "rubrik: there is no such key; write reward.args.quality.rubric instead"),
     ({"cache": ""}, "cache='': it names no folder; write reward.args.quality.cache=run"),
 ]
 

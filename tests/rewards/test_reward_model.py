@@ -213,7 +213,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_starts(tmp_path: P
         ("a/b", {"device": "gpu"}, "args.rm.device=gpu: it must be cpu or cuda: and the number of a GPU"),
         ("a/b", {"dtype": "int8"}, "args.rm.dtype=int8: it must be one of float32, bfloat16, float16"),
         ("a/b", {"batch_size": 0}, "args.rm.batch_size=0: it must be at least 1"),
-        ("a/b", {"batchsize": 1}, "args.rm.batchsize: there is no such argument; write reward.args.rm.batch"),
+        ("a/b", {"batchsize": 1}, "args.rm.batchsize: there is no such key; write reward.args.rm.batch"),
         ("a/b", {"timeout_s": -1}, "args.rm.timeout_s=-1: it must be greater than 0"),
     ],
 )

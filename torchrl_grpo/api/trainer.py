@@ -196,7 +196,7 @@ class GRPOTrainer:
             cfg = replace(cfg, resume=str(self.output_dir))
         elif run_folder.holds_run(self.output_dir):
             raise ConfigError(
-                f"output_dir={self.output_dir}: holds an earlier run, which is left as it is; call "
+                f"output_dir={self.output_dir}: it holds an earlier run, which is left as it is; call "
                 "train(resume=True) to continue it, or give another output_dir"
             )
         with self._ready():
@@ -244,7 +244,7 @@ class GRPOTrainer:
         if newest is None:
             raise ConfigError(f"{self.output_dir} has no checkpoint to save; call train() first")
         if target.exists():
-            raise ConfigError(f"{target}: exists already; name another folder")
+            raise ConfigError(f"{target}: it exists already; name another folder")
         # Others who wait for the folder see all of it or nothing.
         partial = target.with_name(f".{target.name}.writing")
         shutil.rmtree(partial, ignore_errors=True)
@@ -287,6 +287,7 @@ def _of_data(
     """
     values: dict[str, Any] = {}
     chosen = _listed(rewards, "rewards")
+    usual = {"environment": 1.0} if environment is not None else DATASETS["jsonl"].weights
     own: list[Named] = []
     rewarded = graded = False
     if train_dataset is not None:
@@ -309,7 +310,6 @@ def _of_data(
             name: spec for name, spec in functions.items() if isinstance(spec, _Passed) or ":" in spec
         }
         weighted = [name for name in functions if rewarded or name != REWARD]
-        usual = {"environment": 1.0} if environment is not None else DATASETS["jsonl"].weights
         values["reward.weights"] = dict.fromkeys(weighted, 1.0) or dict(usual)
     if graded:
         values["eval.reward"] = REWARD
@@ -353,6 +353,7 @@ def _by_name(
         if not is_name and not callable(choice):
             raise ConfigError(f"{what} has {choice!r:.80}, which cannot be called; give functions or classes")
         name = choice.rpartition(":")[2] if isinstance(choice, str) else objects.label(choice)
+        # Its own name would stand for the built-in reward, or cannot be written in a configuration.
         if not is_name and (name in (built_in or ()) or not name.isidentifier()):
             name = f"my_{name}" if f"my_{name}".isidentifier() else f"my_function_{len(named)}"
         if name in named or (not is_name and name in passed):

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.checkpoints.run_dir import MANIFEST, launch_command
+from torchrl_grpo.checkpoints.run_dir import MANIFEST, SET_ASIDE, launch_command, new_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.derived import HELD_OUT
@@ -56,7 +56,7 @@ def save(
     keep: int,
     best_step: int | None = None,
     write_merged: Callable[[Path], None] | None = None,
-    has_read: Callable[[], None] = lambda: None,
+    on_state_read: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest and the best.
 
@@ -72,7 +72,7 @@ def save(
         keep: number of checkpoints to keep.
         best_step: step of a checkpoint that is kept beside them; None if there is none.
         write_merged: function that writes the merged model; None if none is wanted.
-        has_read: function called once model and state have been read. They may change from then on.
+        on_state_read: function called once model and state have been read. They may change from then on.
 
     Returns:
         The folder of the checkpoint.
@@ -90,7 +90,7 @@ def save(
         for folder in folders:
             folder.mkdir(parents=True)
     with _cleanup_on_error(run_dir, tmp_dir, folders):
-        _fill(tmp_dir, step, cfg, writers, state, has_read)
+        _fill(tmp_dir, step, cfg, writers, state, on_state_read)
     target = root / str(step)
     with _lost_if_missing(root):
         replaced = _rename_for_removal(target) if os.path.lexists(target) else None
@@ -200,7 +200,7 @@ def _fill(
     cfg: Config,
     writers: dict[str, Callable[[Path], None]],
     state: dict[str, Any],
-    has_read: Callable[[], None],
+    on_state_read: Callable[[], None],
 ) -> None:
     """Write a checkpoint into the folder ``tmp_dir`` and flush it to the disk, with the manifest last."""
     import torch
@@ -209,7 +209,7 @@ def _fill(
     for name, write in writers.items():
         write(tmp_dir / name)
     torch.save(state, tmp_dir / _TRAINER)
-    has_read()
+    on_state_read()
     OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
     files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
     entries = {
@@ -248,8 +248,7 @@ def rename_checkpoints_after(run_dir: Path, step: int) -> None:
     """
     for folder in _step_dirs(run_dir / "checkpoints"):
         if int(folder.name) > step:
-            target = folder.with_name(f"{folder.name}.set-aside")
-            _remove(target)
+            target = new_folder(folder.with_name(f"{folder.name}{SET_ASIDE}"))
             folder.rename(target)
             warnings.warn(
                 f"{folder} is later than the step resumed and is kept as {target.name}", stacklevel=2

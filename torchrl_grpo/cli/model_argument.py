@@ -85,17 +85,18 @@ def config_of(checkpoint: Path) -> Config:
     path = checkpoint / "config.yaml"
     try:
         values = read_yaml(path)
-        # The run has resolved them. Others could read variables of this process into what is written.
+        # A run writes resolved values. What is still to be resolved, such as ${oc.env:NAME}, could copy
+        # secrets of this process into the results.
         if not isinstance(values, dict) or "${" in json.dumps(values):
             raise ValueError("it is no resolved configuration")
     except (OSError, TypeError, *DAMAGED) as error:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}); write --config-name") from error
     node = OmegaConf.create(values)
-    # What an earlier name stood for is in the other keys.
     for earlier, name in EARLIER_NAMES.items():
         section, _, key = earlier.rpartition(".")
         if isinstance(node.get(section), DictConfig) and key in node[section]:
             OmegaConf.update(node, name, node[section].pop(key))
+    # What allocation_mode stood for is in the other keys.
     node.update({"resume": None, "dry_run": False, "allocation_mode": None})
     return parse(node)
 
@@ -114,7 +115,7 @@ def check_trusted(model: ModelArgument, cfg: Config, written: Mapping[str, Any])
     codes = {}
     for key, value in keys_with_code(cfg).items():
         if isinstance(value, dict):
-            # An entry that is written leaves the others.
+            # Writing one entry of a mapping keeps its other entries.
             names = {f"{key}.{name}" for name in written.get(key) or {}} | written.keys()
             value = {name: entry for name, entry in value.items() if f"{key}.{name}" not in names}
             if value:

@@ -84,7 +84,7 @@ class Trials:
     Attributes:
         devices: number of devices of each.
         num_gpus: GPUs of this machine; with none, devices are CPU cores.
-        hopeless_after: see the key.
+        hopeless_after: value of ``sweep.hopeless_after``.
     """
 
     devices: int

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from torchrl_grpo.config.keys import KeyBook, bad_value, key, show
+from torchrl_grpo.config.keys import bad_value, key, typed
 from torchrl_grpo.config.values import NonNegativeInt, PositiveFloat, PositiveInt
 from torchrl_grpo.errors import ConfigError
 
@@ -32,7 +31,6 @@ _FREE = (
 _OWN_FIELDS = ("messages", "model", "stream", "n")
 #: Name of the judge's explanation in its answer, which no criterion can have.
 REASON = "reason"
-_T = TypeVar("_T")
 
 
 class JudgeMode(StrEnum):
@@ -147,7 +145,9 @@ def judge_config(cfg: Config, name: str) -> JudgeConfig:
         ConfigError: one is missing, unknown or wrong.
     """
     prefix = f"reward.args.{name}"
-    args = _typed(JudgeConfig, cfg.reward.args.get(name, {}), prefix)
+    values = cfg.reward.args.get(name, {})
+    _check_no_secret(values, JudgeConfig, prefix)
+    args = typed(JudgeConfig, values, prefix)
     if not args.model.strip():
         raise bad_value(f"{prefix}.model", "''", "a judge needs it", f"{prefix}.model=NAME")
     _check_place(args, prefix)
@@ -184,7 +184,7 @@ def reward_model_config(cfg: Config, name: str) -> tuple[str, RewardModelConfig]
     if not source.strip():
         fix = f"reward.functions={{{name}:hf:ORGANIZATION/MODEL}}, or hf: and a folder"
         raise bad_value(f"reward.functions.{name}", spec, "it names no model", fix)
-    args = _typed(RewardModelConfig, cfg.reward.args.get(name, {}), prefix)
+    args = typed(RewardModelConfig, cfg.reward.args.get(name, {}), prefix)
     _check_device(args.device, prefix)
     return source, args
 
@@ -268,46 +268,12 @@ def _check_question(args: JudgeConfig, prefix: str) -> None:
             raise bad_value(f"{prefix}.criteria", args.criteria, wrong, fix)
 
 
-def _typed(schema: type[_T], values: Mapping[str, Any], prefix: str) -> _T:
-    """Return an object of the schema with the values of the user.
-
-    Raises:
-        ConfigError: one is unknown, or of another type than the schema's.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    book, node = KeyBook(schema), OmegaConf.structured(schema)
-    for name, value in values.items():
-        if name not in book.leaves:
-            raise _unknown(name, book.leaves, prefix)
-        try:
-            OmegaConf.update(node, name, value, merge=False)
-            mistake = None
-        except OmegaConfBaseException:
-            mistake = f"it must be {book.describe(name)}"
-        bounds = book.ranges.get(name)
-        if mistake is None and bounds is not None and node[name] is not None:
-            mistake = bounds.mistake(node[name])
-        if mistake is not None:
-            raise bad_value(f"{prefix}.{name}", value, mistake, f"{prefix}.{name}={_example(schema, name)}")
-    args = OmegaConf.to_object(node)
-    assert isinstance(args, schema)
-    return args
-
-
-def _example(schema: type, name: str) -> str:
-    default = vars(schema())[name]
-    return "VALUE" if default in ("", {}, None) else show(default)
-
-
-def _unknown(name: str, known: Iterable[str], prefix: str) -> ConfigError:
-    if "key" in name.lower() or "token" in name.lower():
-        # Its value may be a key, which is not repeated.
-        return ConfigError(
-            f"{prefix}.{name}: a key is not written into a configuration; set an environment variable to it, "
-            f"and write {prefix}.key_variable=NAME_OF_THE_VARIABLE"
-        )
-    close = difflib.get_close_matches(name, known, n=1)
-    fix = f"{prefix}.{close[0]}" if close else f"one of {', '.join(known)}"
-    return ConfigError(f"{prefix}.{name}: there is no such argument; write {fix} instead")
+def _check_no_secret(values: Mapping[str, Any], known: type, prefix: str) -> None:
+    """Check that no value is a secret: its name is not one of the arguments, and sounds like an API key."""
+    for name in values.keys() - vars(known()).keys():
+        if "key" in name.lower() or "token" in name.lower():
+            # The value may be the secret, which is not repeated.
+            raise ConfigError(
+                f"{prefix}.{name}: an API key is not written into a configuration; set an environment "
+                f"variable to it, and write {prefix}.key_variable=NAME_OF_THE_VARIABLE"
+            )

@@ -13,13 +13,14 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from enum import EnumType
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrl_grpo.config import elsewhere, groups
 from torchrl_grpo.config.fitting import fitting
 from torchrl_grpo.config.values import Range
 from torchrl_grpo.errors import ConfigError
 
+_T = TypeVar("_T")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "a value"}
 _PLURALS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "names", Any: "values"}
 _EXAMPLES = {int: "1", float: "0.5", bool: "true", str: "NAME", Any: "VALUE"}
@@ -30,6 +31,11 @@ _EXAMPLES_OF_KEYS = {
     "reward.functions": "{NAME:FILE.py:FUNCTION}",
     "env.fields": "{question:COLUMN,answer:COLUMN}",
 }
+
+
+# How similar two names are at least, from 0 to 1 (difflib), so that one is taken for a misspelling of the
+# other. Fewer names to choose from allow less similarity.
+_MISSPELLED, _IN_ANY_SECTION, _SIMILAR, _IN_SECTION, _WHOLE_KEY = 0.85, 0.8, 0.75, 0.65, 0.6
 
 
 def key(default: Any, help: str, only_with: str | None = None, choices: Collection[str] = ()) -> Any:
@@ -136,6 +142,10 @@ class KeyBook:
                     if typing.get_origin(option) is typing.Annotated:
                         (self.ranges[prefix + name],) = option.__metadata__
 
+    def last_names(self, section: str) -> dict[str, str]:
+        """Return the keys of a section by the part of their names behind it."""
+        return {known.rpartition(".")[2]: known for known in self.leaves if known.startswith(f"{section}.")}
+
     def free_form_parent(self, key: str) -> str | None:
         """Return the free-form key that equals ``key`` or contains it, or None."""
         return next((free for free in self.free_form if key == free or key.startswith(free + ".")), None)
@@ -173,39 +183,34 @@ class KeyBook:
         if (row := elsewhere.find(key)) is not None:
             return row
         section, _, last = key.rpartition(".")
-        own = [known.rpartition(".")[2] for known in self.leaves if known.startswith(f"{section}.")]
         row = elsewhere.find_part(key)
         # Inside of a section here, a close misspelling takes precedence, and this over a weak similarity.
-        return None if difflib.get_close_matches(last, own if section else [], n=1, cutoff=0.85) else row
+        own = self.last_names(section) if section else ()
+        return None if difflib.get_close_matches(last, own, n=1, cutoff=_MISSPELLED) else row
 
     def _misspelled(self, key: str) -> str | None:
         """Return the key or section whose name is nearest to ``key``, or None."""
         section, _, last = key.rpartition(".")
-        if not section and (groups := difflib.get_close_matches(key, self.sections, n=1, cutoff=0.75)):
-            return groups[0]
+        if not section and (close := difflib.get_close_matches(key, self.sections, n=1, cutoff=_SIMILAR)):
+            return close[0]
         if section in self.sections:
             # Compare without the section, because a common prefix makes any two keys look similar.
-            own = {
-                known.rpartition(".")[2]: known for known in self.leaves if known.startswith(f"{section}.")
-            }
-            if mine := difflib.get_close_matches(last, own, n=1, cutoff=0.65):
-                return own[mine[0]]
+            own = self.last_names(section)
+            if close := difflib.get_close_matches(last, own, n=1, cutoff=_IN_SECTION):
+                return own[close[0]]
         same_name = [known for known in self.leaves if known.rsplit(".", 1)[-1] == last]
         candidates = same_name or ([] if section in self.sections else list(self.leaves))
-        close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same_name else 0.6)
+        # A key of the same name in another section is meant, however the sections differ.
+        close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same_name else _WHOLE_KEY)
         if close:
             return close[0]
         names = {known.rsplit(".", 1)[-1]: known for known in self.leaves}
-        close = difflib.get_close_matches(last, names, n=1, cutoff=0.8)
+        close = difflib.get_close_matches(last, names, n=1, cutoff=_IN_ANY_SECTION)
         return names[close[0]] if close else None
 
     def describe(self, key: str) -> str:
         """Return the type of ``key`` in words, e.g. ``"a whole number or null"``."""
-        hint = self.leaves[key]
-        arguments = typing.get_args(hint)
-        optional = type(None) in arguments
-        if optional:
-            hint = next(item for item in arguments if item is not type(None))
+        hint, optional = _without_null(self.leaves[key])
         if choices := self.choices(key):
             return f"one of {', '.join(choices)}"
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -223,12 +228,9 @@ class KeyBook:
         if key in _EXAMPLES_OF_KEYS:
             return _EXAMPLES_OF_KEYS[key]
         default = self.defaults[key]
-        if default not in (None, [], {}):
+        if default not in (None, "", [], {}):
             return show(default)
-        hint = self.leaves[key]
-        arguments = typing.get_args(hint)
-        if type(None) in arguments:
-            hint = next(item for item in arguments if item is not type(None))
+        hint, _ = _without_null(self.leaves[key])
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is list:
             return "[0]" if arguments[0] is int else f"[{_EXAMPLES[arguments[0]]}]"
@@ -257,8 +259,7 @@ class KeyBook:
             value: value that the user gave; None for none.
         """
         section, _, last = key.partition(".")
-        own = [known.rpartition(".")[2] for known in self.leaves if known.startswith(f"{section}.")]
-        is_misspelled = difflib.get_close_matches(last, own, n=1, cutoff=0.75)
+        is_misspelled = difflib.get_close_matches(last, self.last_names(section), n=1, cutoff=_SIMILAR)
         if last and not is_misspelled and value in groups.groups().get(section, ()):
             assert value is not None
             return f"write {groups.choice(section, value)} instead"
@@ -345,3 +346,49 @@ class KeyBook:
     def section_value(self, section: str, shown: str) -> ConfigError:
         """Build the error for a section that is set to a plain value."""
         return ConfigError(f"{shown}: {self.into_section(section, shown.partition('=')[2])}")
+
+
+def _without_null(hint: Any) -> tuple[Any, bool]:
+    """Return a type without ``None``, and whether it had it."""
+    arguments = typing.get_args(hint)
+    if type(None) not in arguments:
+        return hint, False
+    return next(item for item in arguments if item is not type(None)), True
+
+
+def typed(
+    schema: type[_T], values: Mapping[str, Any], prefix: str, base: Mapping[str, Any] | None = None
+) -> _T:
+    """Return an object of the schema with the values of the user.
+
+    Args:
+        schema: dataclass.
+        values: values of some of its keys. Of a mapping, all entries are replaced.
+        prefix: dotted name of the place of the values, for messages.
+        base: values of the other keys; None for their defaults.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is of another type than the schema's, or out of range.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    book, node = KeyBook(schema), OmegaConf.structured(schema(**(base or {})))
+    for name, value in values.items():
+        if name not in book.leaves:
+            close = difflib.get_close_matches(name, book.leaves, n=1)
+            fix = f"{prefix}.{close[0]}" if close else f"one of {', '.join(book.leaves)}"
+            raise ConfigError(f"{prefix}.{name}: there is no such key; write {fix} instead")
+        try:
+            OmegaConf.update(node, name, value, merge=False)
+            mistake = None
+        except OmegaConfBaseException:
+            mistake = f"it must be {book.describe(name)}"
+        bounds = book.ranges.get(name)
+        if mistake is None and bounds is not None and node[name] is not None:
+            mistake = bounds.mistake(node[name])
+        if mistake is not None:
+            raise bad_value(f"{prefix}.{name}", value, mistake, f"{prefix}.{name}={book.example(name)}")
+    built = OmegaConf.to_object(node)
+    assert isinstance(built, schema)
+    return built

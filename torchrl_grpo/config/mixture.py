@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_grpo.config.builtin import dataset_kind
-from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.keys import show, typed
 from torchrl_grpo.config.schema import Config, EnvConfig, RewardConfig
 from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.errors import ConfigError
@@ -76,7 +76,7 @@ def _part(cfg: Config, entry: Any, key: str) -> MixturePart:
         )
     start = {name: getattr(EnvConfig(), name) for name in OF_A_DATASET}
     base = {**vars(cfg.env), **start, "mixture": []}
-    env = _typed(EnvConfig, base, {name: entry[name] for name in entry if name in _SHARED}, key)
+    env = typed(EnvConfig, {name: entry[name] for name in entry if name in _SHARED}, key, base)
     is_own = dataset_kind(env.dataset) == "jsonl" and "answer_format" not in entry
     if is_own and env.answer_format == AnswerFormat.tags:
         # One's own data keeps its prompt as it is, unless the part asks for tags.
@@ -87,7 +87,7 @@ def _part(cfg: Config, entry: Any, key: str) -> MixturePart:
             f"{key}.reward={show(reward)}: it must be a mapping; write {{weights: {{NAME: 1.0}}}}"
         )
     own: dict[str, Any] = {"weights": {}, "functions": {}, "args": {}}
-    rewards = _typed(RewardConfig, {**vars(cfg.reward), **own}, reward, f"{key}.reward")
+    rewards = typed(RewardConfig, reward, f"{key}.reward", {**vars(cfg.reward), **own})
     # Of a file with its path, the last part is enough.
     default = str(entry.get("task") or entry["dataset"]).rpartition("/")[2].replace(":", ".")
     name = entry.get("name", default)
@@ -96,19 +96,3 @@ def _part(cfg: Config, entry: Any, key: str) -> MixturePart:
     evaluation = dataclasses.replace(cfg.eval, reward=entry.get("eval_reward"))
     whole = dataclasses.replace(cfg, env=env, reward=rewards, eval=evaluation)
     return MixturePart(name, float(weight), whole)
-
-
-def _typed(schema: type, base: dict[str, Any], changes: dict[str, Any], key: str) -> Any:
-    """Return an object of the schema with values of ``base``, over which those of ``changes`` are laid."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    node = OmegaConf.structured(schema(**base))
-    for name, value in changes.items():
-        try:
-            # Of a mapping, all entries are replaced.
-            OmegaConf.update(node, name, value, merge=False)
-        except OmegaConfBaseException as error:
-            why = str(error).strip().splitlines()[0].rstrip(".")
-            raise ConfigError(f"{key}.{name}={show(value)}: {why}; write another value") from error
-    return OmegaConf.to_object(node)

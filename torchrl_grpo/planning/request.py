@@ -119,7 +119,7 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
     """Build the request of a configuration.
 
     Args:
-        cfg: configuration; the three roles, ``policy``, ``collector`` and ``ray`` are read.
+        cfg: configuration.
         asynchronous: whether the script is grpo-async.py.
         ranks: number of training ranks on all machines, if a launcher has started them.
     """

@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self.server.tag(), 0)
 
     def _is_allowed(self) -> bool:
-        # A page of another site that resolves its own name to this machine has that name here.
+        # Against DNS rebinding: a page of another site whose name leads to this machine sends that name.
         host = self.headers.get("Host", "").partition(":")[0]
         if host in ("127.0.0.1", "localhost") and secrets.compare_digest(
             self.path.encode(), self.server.path.encode()

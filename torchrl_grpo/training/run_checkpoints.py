@@ -86,13 +86,13 @@ class RunCheckpoints:
         best_step = counters.best_step if cfg.train.keep_best else None
         offloads = self._state.parts.plan.offload_optimizer
 
-        def write(has_read: Callable[[], None]) -> None:
+        def write(on_state_read: Callable[[], None]) -> None:
             content: dict[str, Any] = {"state": state, "weights": weights}
             if device.type == "cuda":
                 content = _on_host(content, device)
                 # Moments in host memory are not copied, and stay the optimizer's own.
                 if weights is not None and not offloads:
-                    has_read()
+                    on_state_read()
 
             def write_model(folder: Path) -> None:
                 saving.save(model, tokenizer, folder, weights=content["weights"])
@@ -111,7 +111,7 @@ class RunCheckpoints:
                 keep=cfg.checkpoint.keep,
                 best_step=best_step,
                 write_merged=write_merged if merged else None,
-                has_read=has_read,
+                on_state_read=on_state_read,
             )
 
         copied = [

@@ -3,9 +3,9 @@
     python -I shell_sandbox.py PARENT FOLDER END SECONDS BYTES < COMMAND
 
 It restricts and ends the command as ``python_sandbox.py`` does, but the command may start programs of the
-system, each of which may have ``BYTES`` of memory. They stay in one process group, which ends with the shell.
-The output is a line ``done`` with the exit status and what the command printed, or a line ``failed`` and the
-reason. The folder is left to the caller.
+system. Each of them may address ``BYTES`` of memory, and all together may occupy as much. They stay in one
+process group, which ends with the shell. The output is a line ``done`` with the exit status and what the
+command printed, or a line ``failed`` and the reason. The folder is left to the caller.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def run(
     command: bytes, folder: str, channel: socket.socket, watcher: int, seconds: int, max_bytes: int
 ) -> None:
     """Restrict this process and run the command."""
-    # A machine without memory ends the command first. Not every container has this file.
+    # Where memory runs out, the system ends the command first. Not every container has this file.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     os.chdir(folder)
@@ -123,7 +123,7 @@ class ShellWatch(Watch):
         channel: as for :class:`Watch`.
         folder: path of the folder, without links.
         used: number of files, number of folders and bytes in it.
-        max_bytes: memory of all processes.
+        max_bytes: memory that all processes together may occupy.
     """
 
     longest_wait_s = _MEMORY_CHECK_S
@@ -180,7 +180,7 @@ class ShellWatch(Watch):
             tasks = 0
             for process in self._processes():
                 if process != self.child:
-                    # Ends one whose parent has ended. Others are not its children.
+                    # Reaps a zombie whose parent has ended. For the others, which are no children, it fails.
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(process, os.WNOHANG)
                 with contextlib.suppress(OSError):
