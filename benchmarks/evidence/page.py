@@ -83,6 +83,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"Claim: {experiment.claim} It would be refuted if: {_lower(experiment.refuted_by)}\n",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
+            f"{experiment.outcome}\n",
             f"{len(first['ids'])} held-out problems; {versions}; {'; '.join(kinds)}; "
             f"`python -m benchmarks.evidence {name} --folder FOLDER`; "
             f"[records](../benchmarks/evidence/records/{name}.json).",

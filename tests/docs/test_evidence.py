@@ -38,6 +38,7 @@ def test_the_page_is_that_of_the_records() -> None:
     assert page.page(present) == page.PAGE.read_text()
     assert len(page.PAGE.read_text().split()) < 1500
     assert any(present.values())
+    assert all(EXPERIMENTS[name].outcome for name, rows in present.items() if rows)
 
 
 def test_a_table_has_means_and_paired_differences_with_intervals() -> None:
