@@ -104,8 +104,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         _LEARNING["sft"],
         outcome="The first part of the claim holds, and the second is refuted: 128 written solutions teach "
         "more than right answers do, in less time, and GRPO after them adds little. GRPO is for tasks whose "
-        "answers can be checked and whose solutions nobody has written. Some of these runs shared the machine "
-        "with other programs, so their seconds are not compared.",
+        "answers can be checked and whose solutions nobody has written. Some of these runs shared the "
+        "machine with other programs, so their seconds are not compared.",
     ),
     "distillation": Experiment(
         "A model that GRPO trained teaches its base at least 0.9 of its accuracy on the base's own text.",
