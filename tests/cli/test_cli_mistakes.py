@@ -372,7 +372,7 @@ BAD: list[tuple[str, str]] = [
     ("inference_model.tensor_parallel_size=2", "write inference_model.backend=vllm_server or"),
     ("inference_model.weight_transfer=folder", "write inference_model.backend=vllm_server or"),
     ("inference_model.weight_folder=there", "write inference_model.weight_transfer=folder"),
-    ("inference_model.weight_transfer=cuda_ipc", "weight_transfer"),
+    ("inference_model.weight_transfer=shared_memory", "only servers get weights in this way"),
     (
         "inference_model.backend=transformers inference_model.engine_args.swap_space=0",
         "write inference_model.backend=vllm or inference_model.engine_args={}",

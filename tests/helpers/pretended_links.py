@@ -20,6 +20,9 @@ from unittest import mock
 import torch
 from pretended_cuda import device_of, put_on
 
+# Imported before a GPU is pretended: vLLM's annotations name classes that are replaced then.
+from vllm.distributed.device_communicators import pynccl
+
 from torchrl_grpo.inference.servers.channels import group
 
 
@@ -41,7 +44,7 @@ def shared_memory(peers: bool = True) -> Iterator[list[bytes]]:
         return 0, handle, size, 0, b"counter", 0, b"event", True
 
     def open_shared(device: int, handle: bytes, size: int, *rest: Any) -> torch.UntypedStorage:
-        assert rest == (0, b"counter", 0, b"event", True)
+        assert rest == (0, b"counter", 0, b"event", False), "no event of another GPU is waited for"
         opened.append(handle)
         manager, name, _ = handle.split(b"|")
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_filename_cpu(manager, name, size)
@@ -130,8 +133,6 @@ def nccl() -> Iterator[list[Any]]:
 
     The test ends all groups before this context ends, and the context waits for threads that leave them.
     """
-    from vllm.distributed.device_communicators import pynccl
-
     current: list[Any] = []
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
 

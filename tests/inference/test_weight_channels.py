@@ -98,7 +98,8 @@ class Server(WeightExtension):
 
     def joined(self) -> int:
         """Return how often it opened a channel."""
-        return sum("of_rank" in opening or "first" in opening for opening in self.openings)
+        contents = [opening["content"] for opening in self.openings]
+        return sum("of_rank" in content or "first" in content for content in contents)
 
 
 class Reads(threading.Thread):
@@ -307,7 +308,7 @@ def test_a_server_that_is_killed_in_the_middle_interrupts_the_others_who_ask_aga
         for read in reads:
             read.join(30)
         assert isinstance(reads[1].error, EOFError) and isinstance(reads[0].error, TransferPostponed)
-        assert stays._group is None and not stays._is_updating
+        assert stays._receiver is not None and stays._receiver._group is None and not stays._is_updating
         # It is not served before the dispatcher has ended the other one, which will come back.
         again = Reads(stream.reader_for("stays"), stays)
         again.join(0.2)
@@ -393,7 +394,7 @@ def test_the_end_of_the_trainer_ends_what_a_server_waits_for() -> None:
     server = Server()
     publish(carrier, {"a": server}, WEIGHTS)
     waits: Future[str | None] = Future()
-    again = {"kind": "nccl", "room": ROOM}
+    again = Opening("nccl", {"room": ROOM}).to_json()
     threading.Thread(target=lambda: waits.set_result(server.grpo_open(again)), daemon=True).start()
     carrier.close()
     assert waits.result(20) == INTERRUPTED

@@ -317,7 +317,7 @@ def test_too_many_workers_for_a_cluster_are_refused(
 
 @contextlib.contextmanager
 def worker_of(
-    cluster: Any, folder: Path, dtype: torch.dtype, sender: torch.device | None = None
+    cluster: Any, folder: Path, dtype: torch.dtype, way: str = "ray_objects"
 ) -> Iterator[tuple[OneWorker, WeightPublisher]]:
     """A worker that can be told to take weights with a fault, and what publishes to it."""
     model = make_model("llama_tied", num_hidden_layers=1)
@@ -327,7 +327,7 @@ def worker_of(
     cfg.inference_model.backend = "transformers"
     cfg.inference_model.dtype = Dtype(str(dtype).removeprefix("torch."))
     cfg.ray.address = cluster.address
-    spec = WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False, sender=sender)
+    spec = WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False, weight_transfer=way)
     pool = ray_pool.RayPool(cfg, spec, count=1, actor=FaultyActor)
     try:
         worker = OneWorker(pool)
@@ -364,7 +364,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
 @pytest.mark.usefixtures("planted")
 def test_a_worker_proves_the_weights_that_a_group_of_processes_sends(tmp_path: Path, two_nodes: Any) -> None:
     """The channel that takes NCCL on GPUs, with gloo in its place."""
-    with worker_of(two_nodes, tmp_path, torch.bfloat16, torch.device("cpu")) as (worker, publisher):
+    with worker_of(two_nodes, tmp_path, torch.bfloat16, "nccl") as (worker, publisher):
         publisher.verify_at_start(0)
         cases = of_each_kind(every_part(publisher))
         assert_each_is_found(publisher, publisher.publish, worker.plant, cases)

@@ -21,6 +21,7 @@ from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.channels.group import WeightGroup
+from torchrl_grpo.inference.servers.channels.receiver import Receiver
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed, WeightStream
 from torchrl_grpo.rollout.workers import ray_pool, ray_worker
 from torchrl_grpo.rollout.workers.ray_pool import RayPool
@@ -160,12 +161,14 @@ def threads_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_pool, "PlacementGroupSchedulingStrategy", lambda group, index: None)
 
 
-def make_pool(sender: torch.device, count: int) -> RayPool:
+def make_pool(train_device: torch.device, count: int, way: str = "nccl") -> RayPool:
     cfg = Config()
     cfg.inference_model.dtype = Dtype.float32
     cfg.collector.timeout_s = 20.0
     threads = torch.get_num_threads()
-    spec = WorkerSpec(cfg, "model", [0], 0, 4, threads, sender.type == "cuda", sender=sender)
+    on_gpu = train_device.type == "cuda"
+    more = {"weight_transfer": way, "train_device": train_device}
+    spec = WorkerSpec(cfg, "model", [0], 0, 4, threads, on_gpu, **more)  # type: ignore[arg-type]
     return RayPool(cfg, spec, count=count, actor=Actor)
 
 
@@ -199,7 +202,7 @@ def load(pool: RayPool, content: WeightStream, indices: Sequence[int]) -> list[A
     return [result.result() for result in results]
 
 
-@pytest.fixture(params=["nccl", "gloo"])
+@pytest.fixture(params=["cuda_ipc", "nccl", "gloo"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayPool]:
     """Two workers, on GPUs of their own or on a CPU."""
     if request.param == "gloo":
@@ -207,17 +210,20 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield pool
         pool.close()
         return
-    devices = iter(range(1, 10))
+    shares = request.param == "cuda_ipc"
+    # One worker may be on the trainer's GPU if it reads memory there.
+    devices = iter(range(0 if shares else 1, 10))
 
     def setup(actor: RolloutActor, spec: WorkerSpec) -> tuple[str, str]:
         made = RolloutActor.setup(actor, spec)
         # Its own first GPU, which this process sees under another number.
         actor.device = torch.device("cuda", next(devices))
+        actor.receiver = Receiver(actor.device)
         return made[0], f"GPU-{actor.device.index}"
 
     monkeypatch.setattr(Actor, "setup", setup)
-    with PretendedCuda(4), pretended_links.nccl():
-        pool = make_pool(torch.device("cuda:0"), 2)
+    with PretendedCuda(4), pretended_links.shared_memory() if shares else pretended_links.nccl():
+        pool = make_pool(torch.device("cuda:0"), 2, request.param if shares else "nccl")
         yield pool
         pool.close()
 
@@ -232,21 +238,38 @@ def holds(pool: RayPool, index: int, weights: dict[str, Tensor]) -> bool:
 
 
 def moved(pool: RayPool, by: float) -> dict[str, Tensor]:
-    device = pool._spec.sender
+    device = pool._spec.train_device
     return {name: tensor.to(device) + by for name, tensor in WEIGHTS.items()}
 
 
-def test_workers_get_all_weights_in_one_group(pool: RayPool) -> None:
+def test_workers_get_all_weights_and_open_the_channel_once(pool: RayPool) -> None:
     assert [start(pool, index) for index in range(2)] == [None, None]
-    before: list[Any] = []
+    opened: list[Any] = []
     for number in range(3):
         weights = moved(pool, number)
         for result in publish(pool, weights, [0, 1]):
             assert isinstance(result, tuple) and isinstance(result[0], ProbeResult)
         assert all(holds(pool, index, weights) for index in range(2))
-        groups = [pool._actors[index].actor.group for index in range(2)]
-        assert number == 0 or groups == before, "processes stay together"
-        before = groups
+        receivers = [pool._actors[index].actor.receiver for index in range(2)]
+        now = [receiver._group or receiver._halves for receiver in receivers]
+        assert None not in now and (number == 0 or now == opened)
+        opened = now
+
+
+@pytest.mark.parametrize("pool", ["cuda_ipc"], indirect=True)
+def test_a_worker_that_is_killed_holds_up_nobody(pool: RayPool) -> None:
+    for index in range(2):
+        start(pool, index)
+    first, second = pool._actors
+    second.engine.on_weight = lambda: threading.Thread(target=pool.kill, args=(1,)).start()
+    weights = moved(pool, 0.0)
+    content = pool.put_weights(weights.items())
+    results = load(pool, content, [0, 1])
+    assert isinstance(results[0], tuple) and isinstance(results[1], RuntimeError)
+    assert first.engine.updates == [1, 1]
+    assert start(pool, 1) is None
+    assert isinstance(load(pool, content, [1])[0], tuple)
+    assert all(holds(pool, index, weights) for index in range(2))
 
 
 @pytest.mark.parametrize("pool", ["nccl"], indirect=True)
@@ -303,12 +326,14 @@ def test_a_worker_that_is_killed_is_replaced_and_all_get_the_weights(
     assert all(holds(pool, index, weights) for index in range(2))
 
 
+@pytest.mark.parametrize(("way", "gpu"), [("cuda_ipc", 0), ("cuda_ipc", 1), ("nccl", 1)])
 def test_weights_of_workers_on_gpus_stay_out_of_the_memory_of_the_host(
-    monkeypatch: pytest.MonkeyPatch,
+    way: str, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with PretendedCuda(2) as machine, pretended_links.nccl():
-        monkeypatch.setattr(WorkerSpec, "device", torch.device("cuda:1"))
-        pool = make_pool(torch.device("cuda:0"), 1)
+    links = pretended_links.shared_memory() if way == "cuda_ipc" else pretended_links.nccl()
+    with PretendedCuda(2) as machine, links:
+        monkeypatch.setattr(WorkerSpec, "device", torch.device("cuda", gpu))
+        pool = make_pool(torch.device("cuda:0"), 1, way)
         start(pool, 0)
         publish(pool, moved(pool, 0.0), [0])
         weights = moved(pool, 1.0)
@@ -327,11 +352,22 @@ def test_a_worker_on_the_gpu_of_the_trainer_is_refused() -> None:
         refused = start(pool, 0)
         assert isinstance(refused, ConfigError)
         assert "the worker at http://127.0.0.1 is on the trainer's GPU" in str(refused)
+        assert "write inference_model.weight_transfer=cuda_ipc" in str(refused)
+        pool.close()
+
+
+def test_a_worker_on_a_gpu_that_cannot_read_the_trainers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PretendedCuda(2), pretended_links.shared_memory(peers=False):
+        monkeypatch.setattr(WorkerSpec, "device", torch.device("cuda:1"))
+        pool = make_pool(torch.device("cuda:0"), 1, "cuda_ipc")
+        refused = start(pool, 0)
+        assert isinstance(refused, ConfigError)
+        assert "the worker at http://127.0.0.1 has GPU GPU-1, which does not read the memory" in str(refused)
         assert "write inference_model.weight_transfer=ray_objects" in str(refused)
         pool.close()
 
 
-@pytest.mark.parametrize("pool", ["nccl"], indirect=True)
+@pytest.mark.parametrize("pool", ["cuda_ipc", "nccl"], indirect=True)
 def test_an_error_of_the_engine_reaches_the_caller(pool: RayPool) -> None:
     for index in range(2):
         start(pool, index)

@@ -205,6 +205,8 @@ class Engine(Inference):
     """An engine with its own copy of the weights."""
 
     _weights_located = False
+    # Probe result of the weights that the engine was built with, until a publication returns it.
+    _initial_result: ProbeResult | None = None
 
     @abstractmethod
     def next_tokens(self, probe: Probe) -> ProbeResult:
@@ -254,16 +256,24 @@ class Engine(Inference):
 
         The probe runs as in :meth:`next_tokens`.
         """
-        initial_result = None
+        self.prepare(probe)
+        self.load_weights(weights)
+        return self.prove(version, probe)
+
+    def prepare(self, probe: Probe) -> None:
+        """Do what comes before the first update: run the probe, and find out where weights lie."""
         if not self._weights_located:
             self.reset_cache()
-            initial_result = self.next_tokens(probe)
+            self._initial_result = self.next_tokens(probe)
             self.locate_weights(probe.shapes)
             self._weights_located = True
-        self.load_weights(weights)
+
+    def prove(self, version: int, probe: Probe) -> ProbeResult:
+        """Run a probe with the weights of ``version``, which have been loaded."""
         self.reset_cache()
         result = self.next_tokens(probe)
         self.policy_version = version
+        initial_result, self._initial_result = self._initial_result, None
         return replace(result, checksums=self.checksums(), initial_result=initial_result)
 
     @abstractmethod

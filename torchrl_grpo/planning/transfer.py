@@ -30,7 +30,7 @@ def choose_transfer(request: Request, own_process: bool) -> str:
     way = request.weight_transfer
     if way == "auto" or way == automatic:
         return automatic
-    if not request.engine.has_servers and not (own_process and way == "nccl"):
+    if not request.engine.has_servers and not (own_process and way in ("cuda_ipc", "nccl")):
         where = "in processes of their own, on Ray" if own_process else "in the trainer's process"
         raise bad_value(_KEY, way, f"the engines of this plan run {where}", f"{_KEY}={automatic}")
     return way
@@ -49,8 +49,8 @@ def check_gpus(transfer: str, engine: EngineKind, trainer: Sequence[int], engine
         ConfigError: it does not.
     """
     if transfer == "cuda_ipc" and not trainer:
-        raise bad_value(_KEY, transfer, "the trainer has no GPU to share memory of", f"{_KEY}=shared_memory")
+        host = "shared_memory" if engine.has_servers else "ray_objects"
+        raise bad_value(_KEY, transfer, "the trainer has no GPU to share memory of", f"{_KEY}={host}")
     if transfer == "nccl" and trainer and trainer[0] in engines:
         wrong = f"an engine is on the trainer's GPU cuda:{trainer[0]}, and NCCL connects different GPUs only"
-        other = "cuda_ipc" if engine.has_servers else "ray_objects"
-        raise bad_value(_KEY, transfer, wrong, f"{_KEY}={other}")
+        raise bad_value(_KEY, transfer, wrong, f"{_KEY}=cuda_ipc")

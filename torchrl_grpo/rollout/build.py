@@ -186,7 +186,8 @@ def build_ray_workers(
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
-        sender=torch.device(source.plan.train_device) if source.plan.weight_transfer == "nccl" else None,
+        weight_transfer=source.plan.weight_transfer,
+        train_device=torch.device(source.plan.train_device),
     )
     num_extra_actors = source.plan.reference_actors
     pool = RayPool(cfg, spec, count=count, num_extra_actors=num_extra_actors)

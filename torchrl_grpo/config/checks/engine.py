@@ -178,7 +178,7 @@ def check_transfer(cfg: Config) -> None:
     key = "inference_model.weight_transfer"
     if way in ("cuda_ipc", "nccl") and served and not engine.takes_gpu_weights:
         raise bad_value(key, way, f"{engine.program}'s servers do not get weights in this way", f"{key}=auto")
-    if way in ("shared_memory", "folder", "cuda_ipc") and not served:
+    if way in ("shared_memory", "folder") and not served:
         wrong = f"only servers get weights in this way, and inference_model.backend={inference.backend}"
         raise bad_value(key, way, wrong, f"inference_model.backend=vllm_server or {key}=auto")
     if way in ("in_process", "ray_objects") and served:

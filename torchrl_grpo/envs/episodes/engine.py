@@ -325,8 +325,8 @@ class EpisodeEngine(SteppingEngine):
     def checksums(self) -> tuple[Checksums, ...]:
         return self.engine.checksums()
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
-        return self.engine.publish(weights, version, probe)
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.engine.load_weights(weights)
 
     def reset_cache(self) -> None:
         self.engine.reset_cache()

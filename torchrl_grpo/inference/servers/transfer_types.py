@@ -1,4 +1,4 @@
-"""Types that every stream of weights to servers uses: through files, and through GPU transfer channels."""
+"""Types that every stream of weights uses: through files, and through GPU transfer channels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True)
 class Opening:
-    """What the ranks of a server must open before weights reach them.
+    """What the ranks of a server, or a worker on Ray, must open before weights reach them.
 
     Attributes:
         kind: how weights travel: ``cuda_ipc`` or ``nccl``.
@@ -28,9 +28,19 @@ class Opening:
     kind: str
     content: Mapping[str, Any]
 
+    @property
+    def brings_all(self) -> bool:
+        """Whether all weights come with it, and no buckets follow."""
+        return self.kind == "nccl"
+
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
-        return {"kind": self.kind, **self.content}
+        return {"kind": self.kind, "content": dict(self.content)}
+
+    @staticmethod
+    def from_json(opening: Mapping[str, Any]) -> Opening:
+        """Return the opening that :meth:`to_json` was called on."""
+        return Opening(opening["kind"], opening["content"])
 
 
 class Channel(ABC):

@@ -1,6 +1,6 @@
 """Runs rollout workers as Ray actors, each with its own engine, in one placement group.
 
-Weights go through Ray's object store in the memory of the hosts, or from GPU to GPU by NCCL.
+Weights go through Ray's object store in the memory of the hosts, or from GPU to GPU by CUDA IPC or NCCL.
 
 The pool joins the cluster that ``ray.address`` names. Without an address, it starts a cluster on this machine
 and stops it at the end of the run. The processes of that cluster always end with this process, because Ray
@@ -10,6 +10,7 @@ asks the kernel to end them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -26,6 +27,7 @@ from torch import Tensor
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
+from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
 from torchrl_grpo.inference.servers.channels.nccl import Broadcaster
 from torchrl_grpo.inference.servers.transfer_types import Opening
 from torchrl_grpo.inference.servers.weight_stream import StreamReader, WeightStream
@@ -80,11 +82,7 @@ class RayPool:
         num_bundles = count + num_extra_actors
         self._spec = spec
         self._actor = actor
-        self._carrier: StreamCarrier | None = None
-        if spec.sender is not None:
-            others = {"receiver": "worker", "otherwise": "ray_objects", "on_one_gpu": "ray_objects"}
-            channel = Broadcaster(spec.sender, cfg.collector.timeout_s, **others)
-            self._carrier = StreamCarrier(channel=channel)
+        self._carrier = _make_carrier(spec)
         # Workers come and go in other threads.
         self._changing = threading.Lock()
         self._is_local = cfg.ray.address is None
@@ -166,12 +164,18 @@ class RayPool:
         """Have a worker load the weights that the trainer's thread sends."""
         result: Any
         try:
-            with contextlib.closing(reader.buckets()) as openings:
-                opening = next(openings)
-                assert isinstance(opening, Opening)
-                result = ray.get(actor.receive.remote(opening.to_json(), command))
+            ray.get(actor.prepare.remote(command.probe))
+            with contextlib.closing(reader.buckets()) as items:
+                # The worker is not touched before the trainer sends.
+                first = next(items)
+                ray.get(actor.start_loading.remote(command.probe))
+                for item in itertools.chain([first], items):
+                    ray.get(actor.take.remote(item))
+                    if isinstance(item, Opening) and item.brings_all:
+                        break
                 # Even if another worker has left since then.
                 reader.mark_received()
+            result = ray.get(actor.finish_loading.remote(command))
         except Exception as error:  # noqa: BLE001  it is reported
             result = _own_error(error)
         finally:
@@ -206,6 +210,17 @@ class RayPool:
             _disconnect()
         if self._folder is not None:
             self._folder.close()
+
+
+def _make_carrier(spec: WorkerSpec) -> StreamCarrier | None:
+    """Return what sends weights from the trainer's device; None if they go through Ray's object store."""
+    options = {"receiver": "worker", "otherwise": "ray_objects"}
+    if spec.weight_transfer == "cuda_ipc":
+        return StreamCarrier(channel=SharedHalves(spec.train_device, **options))
+    if spec.weight_transfer == "nccl":
+        timeout_s = spec.cfg.collector.timeout_s
+        return StreamCarrier(channel=Broadcaster(spec.train_device, timeout_s, **options))
+    return None
 
 
 def _total(resources: dict[str, float], name: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.inference.pieces import Assembler
-from torchrl_grpo.inference.protocol import SteppingEngine
+from torchrl_grpo.inference.protocol import Probe, SteppingEngine
 from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
-from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
-from torchrl_grpo.inference.servers.channels.nccl import receive_weights
+from torchrl_grpo.inference.servers.channels.group import GroupEnded
+from torchrl_grpo.inference.servers.channels.receiver import Receiver
+from torchrl_grpo.inference.servers.transfer_types import Opening
+from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.planning.plan import SHARED_GPU
@@ -38,7 +40,8 @@ class WorkerSpec:
         on_gpu: whether the worker has a GPU.
         gpus: indices of this machine's GPUs, for a Ray cluster that is started here.
         gpu_memory_utilization: fraction of the GPU's memory that vLLM takes.
-        sender: the trainer's device, which sends weights by NCCL; None for Ray's object store.
+        weight_transfer: how weights travel, a value of ``inference_model.weight_transfer``.
+        train_device: where the trainer's weights are.
     """
 
     cfg: Config
@@ -50,7 +53,8 @@ class WorkerSpec:
     on_gpu: bool
     gpus: Sequence[int] = ()
     gpu_memory_utilization: float = SHARED_GPU
-    sender: torch.device | None = None
+    weight_transfer: str = "ray_objects"
+    train_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def device(self) -> torch.device:
@@ -87,9 +91,6 @@ def unpack(packed: PackedWeights) -> Iterator[tuple[str, Tensor]]:
 class RolloutActor:
     """A rollout worker in its own process."""
 
-    # Its place among the processes that NCCL connects.
-    group: WeightGroup | None = None
-
     def setup(self, spec: WorkerSpec) -> tuple[str, str]:
         """Build the engine, and return the address of this machine and the name of its GPU.
 
@@ -106,6 +107,7 @@ class RolloutActor:
         self.worker = RolloutWorker(
             self.make_engine(spec), options.max_new_tokens, options.temperature, time.perf_counter
         )
+        self.receiver = Receiver(spec.device)
         return ray.util.get_node_ip_address(), gpu_name(spec.device)
 
     def make_engine(self, spec: WorkerSpec) -> SteppingEngine:
@@ -132,41 +134,32 @@ class RolloutActor:
         """
         return self.worker.run(replace(command, content=unpack(packed)))
 
-    def receive(self, opening: Mapping[str, Any], command: LoadWeightsCommand) -> Any:
-        """Run ``command`` with weights that the trainer sends from its device to this one.
+    def prepare(self, probe: Probe) -> None:
+        """Do what may take long, before the trainer sends weights from its device to this one."""
+        self.worker.engine.prepare(probe)
 
-        Args:
-            opening: an :class:`~torchrl_grpo.inference.servers.transfer_types.Opening` as JSON.
-            command: the command, without weights.
+    def start_loading(self, probe: Probe) -> None:
+        """Begin to load weights, which come with :meth:`take`."""
+        self._shapes, self._assembler = probe.shapes, Assembler()
+        self.worker.start_loading()
+
+    def take(self, item: Bucket | Opening) -> None:
+        """Load what comes with an item of a pass: see :meth:`Receiver.receive`.
 
         Raises:
             TransferPostponed: another worker or the trainer was not there, or has left.
         """
         try:
-            if "first" in opening:
-                self._leave()
-                self.group = WeightGroup(opening, opening["first"], self.device)
-            return self.worker.run(replace(command, content=self._received(opening["room"], command)))
+            for pieces in self.receiver.receive(item, self._shapes, self.dtype):
+                self.worker.engine.update(self._assembler.take(pieces))
         except GroupEnded as error:
-            self._leave()
-            raise TransferPostponed(str(error)) from error
-
-    def _received(self, room: int, command: LoadWeightsCommand) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and weights of ``command``."""
-        assert self.group is not None, "the trainer keeps a group that all have joined"
-        shapes, assembler = command.probe.shapes, Assembler()
-        try:
-            for pieces in receive_weights(self.group, shapes, self.dtype, self.device, room):
-                yield from assembler.take(pieces)
-        except GroupEnded:
             # The engine takes all weights again.
             self.worker.engine.finish_update()
-            raise
+            raise TransferPostponed(str(error)) from error
 
-    def _leave(self) -> None:
-        if self.group is not None:
-            self.group.leave()
-        self.group = None
+    def finish_loading(self, command: LoadWeightsCommand) -> Any:
+        """End what :meth:`start_loading` began, and return what :meth:`RolloutWorker.load` returns."""
+        return self.worker.finish_loading(command)
 
     def run(self, command: Command) -> Any:
         """Run any command except :class:`LoadWeightsCommand`. See :meth:`RolloutWorker.run`."""

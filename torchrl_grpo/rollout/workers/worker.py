@@ -142,7 +142,19 @@ class RolloutWorker:
             The probe result with checksums of what the engine holds, and the groups that are returned.
         """
         self._pause()
-        result = self.engine.publish(weights, version, probe)
+        return self._go_on(self.engine.publish(weights, version, probe), return_interrupted)
+
+    def start_loading(self) -> None:
+        """Begin what :meth:`load` does, for weights that come in several calls of the engine's ``update``."""
+        self._pause()
+        self.engine.start_update()
+
+    def finish_loading(self, command: LoadWeightsCommand) -> tuple[ProbeResult, list[Group]]:
+        """End it; see :meth:`load`."""
+        self.engine.finish_update()
+        return self._go_on(self.engine.prove(command.version, command.probe), command.return_interrupted)
+
+    def _go_on(self, result: ProbeResult, return_interrupted: bool) -> tuple[ProbeResult, list[Group]]:
         if return_interrupted:
             interrupted, self._groups = list(self._groups.values()), {}
             return result, interrupted

@@ -1,4 +1,7 @@
-"""A transfer buffer on the trainer's GPU, whose two halves servers of the same machine read in place.
+"""A transfer buffer on the trainer's GPU, whose two halves are read in place by servers and workers on Ray.
+
+They must be on the trainer's machine. Such a process need not see the trainer's GPU: CUDA opens handles of
+memory of GPUs that a process does not see, if its own GPU can read that memory.
 
 A server gets a handle of the buffer with the first pass. Each half is then announced in the same way as a
 file in shared memory. The trainer waits for its GPU before it announces a half, and a server waits for its
@@ -47,14 +50,18 @@ class SharedHalves(Halves):
 
     Args:
         device: the trainer's GPU.
+        receiver: what reads, for messages: a server, or a worker on Ray.
+        otherwise: value of ``inference_model.weight_transfer`` with which weights go through the host.
     """
 
     # torch counts the uses of a handle in a file in shared memory.
     on_this_machine = True
     by_cpu = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, *, receiver: str = "server", otherwise: str = "shared_memory"
+    ) -> None:
+        self._device, self._receiver, self._otherwise = device, receiver, otherwise
         self._buffer = torch.empty(0, dtype=torch.uint8)
         # Number of ranks of each server, and the servers that have a handle.
         self._ranks: dict[Hashable, int] = {}
@@ -73,7 +80,9 @@ class SharedHalves(Halves):
                 wrong = f"has GPU {gpu}, which does not read the memory of the trainer's, {own}"
             else:
                 continue
-            raise ConfigError(f"{_KEY}=cuda_ipc: the server at {address} {wrong}; write {_KEY}=shared_memory")
+            raise ConfigError(
+                f"{_KEY}=cuda_ipc: the {self._receiver} at {address} {wrong}; write {_KEY}={self._otherwise}"
+            )
         self._ranks[server] = len(gpus)
 
     def dismiss(self, server: Hashable) -> None:
@@ -100,7 +109,7 @@ class SharedHalves(Halves):
             # Only a single row can be larger.
             raise ModelError(
                 f"{_KEY}=cuda_ipc: a row of {pieces[0].name} has {size} bytes, and {len(half)} at most "
-                f"travel at a time; write {_KEY}=shared_memory"
+                f"travel at a time; write {_KEY}={self._otherwise}"
             )
         # What lies between two pieces counts for the checksum as well.
         half[:size].zero_()
@@ -118,7 +127,7 @@ class OpenedHalves:
     """A rank's end.
 
     Args:
-        opening: an :class:`Opening` as JSON.
+        opening: content of an :class:`Opening`.
         device: GPU of the rank.
         rank: number of the rank in its server.
     """
@@ -162,12 +171,13 @@ def _export(memory: Tensor) -> list[Any]:
 
 def _open(handle: Sequence[Any], device: torch.device) -> Tensor:
     """Return the bytes of another process, as memory of this process's GPU, which reads them."""
-    size, offset, *arguments = (
+    size, offset, *arguments, _ = (
         base64.b64decode(argument["base64"]) if isinstance(argument, dict) else argument
         for argument in handle
     )
-    layout = (torch.Tensor, (size,), (1,), offset)
-    opened: Tensor = rebuild_cuda_tensor(*layout, torch.UntypedStorage, torch.uint8, device.index, *arguments)
+    layout = (torch.Tensor, (size,), (1,), offset, torch.UntypedStorage, torch.uint8, device.index)
+    # No event of another GPU is waited for: the trainer announces a half when its GPU has written it.
+    opened: Tensor = rebuild_cuda_tensor(*layout, *[*arguments, False])
     return opened
 
 

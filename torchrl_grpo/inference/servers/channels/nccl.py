@@ -52,23 +52,16 @@ class Broadcaster(Channel):
         timeout_s: seconds within which a server must answer.
         receiver: what receives, for messages: a server, or a worker on Ray.
         otherwise: value of ``inference_model.weight_transfer`` with which weights get anywhere, for messages.
-        on_one_gpu: value with which they get to another process on the trainer's GPU.
     """
 
     on_this_machine = False
     by_cpu = False
 
     def __init__(
-        self,
-        device: torch.device,
-        timeout_s: float,
-        *,
-        receiver: str = "server",
-        otherwise: str = "folder",
-        on_one_gpu: str = "cuda_ipc",
+        self, device: torch.device, timeout_s: float, *, receiver: str = "server", otherwise: str = "folder"
     ) -> None:
         self._device, self._timeout_s = device, min(_JOIN_S, timeout_s)
-        self._receiver, self._otherwise, self._on_one_gpu = receiver, otherwise, on_one_gpu
+        self._receiver, self._otherwise = receiver, otherwise
         # By server: the trainer's address as it sees it, and its number of ranks.
         self._servers: dict[Hashable, tuple[str, int]] = {}
         # Servers come and go in other threads.
@@ -82,7 +75,7 @@ class Broadcaster(Channel):
         if own and own in gpus:
             raise ConfigError(
                 f"{_KEY}=nccl: the {self._receiver} at {address} is on the trainer's GPU, and NCCL connects "
-                f"different GPUs only; write {_KEY}={self._on_one_gpu}"
+                f"different GPUs only; write {_KEY}=cuda_ipc"
             )
         if any(bool(gpu) is not bool(own) for gpu in gpus):
             raise ConfigError(

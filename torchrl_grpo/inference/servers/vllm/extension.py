@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.inference.servers.channels.cuda_ipc import OpenedHalves, gpu_name
-from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
-from torchrl_grpo.inference.servers.channels.nccl import receive_weights
+from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
+from torchrl_grpo.inference.servers.channels.group import GroupEnded
+from torchrl_grpo.inference.servers.channels.receiver import Receiver
 from torchrl_grpo.inference.servers.model_identity import describe
-from torchrl_grpo.inference.servers.transfer_types import INTERRUPTED
+from torchrl_grpo.inference.servers.transfer_types import INTERRUPTED, Opening
 from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.servers.weight_folder import BucketReader
 from torchrl_grpo.inference.servers.weight_stream import half_of_the_threads
@@ -39,8 +39,7 @@ class WeightExtension:
     _weights: VLLMWeights | None = None
     _reader: BucketReader | None = None
     # This rank's end of a GPU transfer channel.
-    _halves: OpenedHalves | None = None
-    _group: WeightGroup | None = None
+    _receiver: Receiver | None = None
     # Whether an update has begun and not ended.
     _is_updating = False
     # Set while this process uses fewer threads. Closing it restores their number.
@@ -59,7 +58,8 @@ class WeightExtension:
         """
         weights, config = self._vllm_weights(), vars(self)["model_config"]
         self._reader = BucketReader()
-        self._close_channel()
+        if self._receiver is not None:
+            self._receiver.close()
         if self._is_updating:
             self.grpo_finish_update()
         return {
@@ -101,33 +101,27 @@ class WeightExtension:
         Returns:
             ``INTERRUPTED`` if another server or the trainer was not there, or has left; else None.
         """
-        worker: Any = self
-        if opening["kind"] == "cuda_ipc":
-            self._close_channel()
-            self._halves = OpenedHalves(opening, worker.device, worker.rank)
-            return None
-        weights = self._vllm_weights()
-        assert weights.layout is not None, "grpo_locate_weights comes first"
         try:
-            if "first" in opening:
-                self._close_channel()
-                self._group = WeightGroup(opening, opening["first"] + worker.rank, worker.device)
-            assert self._group is not None, "the trainer keeps a group that all have joined"
-            shapes, room = weights.layout.shapes, opening["room"]
-            for pieces in receive_weights(self._group, shapes, weights.dtype, worker.device, room):
-                weights.load_pieces(pieces)
+            self._receive(Opening.from_json(opening))
         except GroupEnded as error:
             # If this goes on, the trainer fails with an error that says more.
             _LOG.warning("weights are not received yet: %s", error)
-            self._close_channel()
             self.grpo_finish_update()
             return INTERRUPTED
         return None
 
-    def _close_channel(self) -> None:
-        group, self._group, self._halves = self._group, None, None
-        if group is not None:
-            group.leave()
+    def _receive(self, item: Bucket | Opening) -> None:
+        """Load what comes from the trainer's GPU."""
+        weights = self._vllm_weights()
+        assert weights.layout is not None, "grpo_locate_weights comes first"
+        for pieces in self._channel().receive(item, weights.layout.shapes, weights.dtype):
+            weights.load_pieces(pieces)
+
+    def _channel(self) -> Receiver:
+        if self._receiver is None:
+            worker: Any = self
+            self._receiver = Receiver(worker.device, worker.rank)
+        return self._receiver
 
     def grpo_load(self, bucket: dict[str, Any]) -> None:
         """Load the tensors of a file or of a half.
@@ -143,10 +137,7 @@ class WeightExtension:
             assert self._reader is not None, "grpo_describe comes first"
             self._vllm_weights().load_pieces(self._reader.read(announced))
             return
-        if self._halves is None:
-            raise RuntimeError("a half of weights was announced before its transfer channel was opened")
-        self._vllm_weights().load_pieces(self._halves.read(announced))
-        self._halves.wait_until_unused()
+        self._receive(announced)
 
     def grpo_finish_update(self) -> None:
         """End the update."""
