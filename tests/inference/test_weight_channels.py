@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.pieces import Assembler, Piece
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
-from torchrl_grpo.inference.servers.channels import cuda_ipc, nccl
+from torchrl_grpo.inference.servers.channels import cuda_ipc, nccl, trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
 from torchrl_grpo.inference.servers.channels.group import GroupEnded, NotTogether, WeightGroup
 from torchrl_grpo.inference.servers.channels.nccl import (
@@ -243,6 +244,37 @@ def test_a_server_that_was_started_again_gets_the_weights_alone_and_then_with_th
     serve(stream, check)
     assert has_all(servers["a"], weights)
     publish(link.carrier, servers, link.moved(1.0))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_trial_finds_out_before_the_first_weights_whether_they_would_arrive(
+    wrong: bool, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = {name: link.admit(name) for name in ("a", "b")}
+
+    def take(server: Server, item: Bucket | Opening) -> None:
+        request = json.loads(json.dumps(item.to_json()))
+        if wrong and server is servers["b"] and isinstance(item, Bucket):
+            request["checksum"] += 1
+        error = server.grpo_try(**{"opening" if isinstance(item, Opening) else "bucket": request})
+        if error is not None:
+            raise RuntimeError(error)
+
+    def refuses(*arguments: Any) -> None:
+        raise RuntimeError("no such memory")
+
+    takes: dict[Any, Any] = {name: partial(take, server) for name, server in servers.items()}
+    if wrong and not isinstance(link.carrier._channel, SharedHalves):
+        takes["b"] = refuses
+    error = trial.trial_error(link.carrier, takes, link.devices[0])
+    if wrong:
+        assert isinstance(error, RuntimeError) and not isinstance(error, TransferPostponed)
+        return
+    assert error is None
+    # Nothing of it has reached the weights, and the channel stays open.
+    assert all(server.held.messages == 0 for server in servers.values())
+    publish(link.carrier, servers, link.moved(0.0))
+    assert [server.joined() for server in servers.values()] == [0, 0]
 
 
 def test_messages_are_no_longer_than_half_a_bucket_or_a_row(

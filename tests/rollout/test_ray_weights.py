@@ -15,11 +15,12 @@ from pretended_cuda import PretendedCuda
 from torch import Tensor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Dtype
+from torchrl_grpo.config.values import Dtype, WeightTransfer
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.channels import cuda_ipc, nccl
 from torchrl_grpo.inference.servers.channels.group import WeightGroup
 from torchrl_grpo.inference.servers.channels.receiver import Receiver
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed, WeightStream
@@ -149,7 +150,8 @@ def threads_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         is_initialized=lambda: True,
         cluster_resources=lambda: {"CPU": 8.0, "GPU": 8.0},
         remote=remote,
-        get=lambda ref, timeout=None: None if ref is None else ref.future().result(),
+        get=lambda ref, timeout=None: None if ref is None else ref.future().result(timeout),
+        put=lambda packed: packed,
         kill=Handle.die,
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
     )
@@ -161,9 +163,10 @@ def threads_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_pool, "PlacementGroupSchedulingStrategy", lambda group, index: None)
 
 
-def make_pool(train_device: torch.device, count: int, way: str = "nccl") -> RayPool:
+def make_pool(train_device: torch.device, count: int, way: str = "nccl", automatic: bool = False) -> RayPool:
     cfg = Config()
     cfg.inference_model.dtype = Dtype.float32
+    cfg.inference_model.weight_transfer = WeightTransfer.auto if automatic else WeightTransfer(way)
     cfg.collector.timeout_s = 20.0
     threads = torch.get_num_threads()
     on_gpu = train_device.type == "cuda"
@@ -182,11 +185,10 @@ def start(pool: RayPool, index: int) -> Any:
 def publish(pool: RayPool, weights: dict[str, Tensor], indices: Sequence[int]) -> list[Any]:
     """Publish weights as the trainer does, and return what workers report."""
     content = pool.put_weights(weights.items())
-    assert isinstance(content, WeightStream)
     return load(pool, content, indices)
 
 
-def load(pool: RayPool, content: WeightStream, indices: Sequence[int]) -> list[Any]:
+def load(pool: RayPool, content: Any, indices: Sequence[int]) -> list[Any]:
     results: list[Future[Any]] = [Future() for _ in indices]
     all_loaded: Future[None] = Future()
     for index, result in zip(indices, results, strict=True):
@@ -198,8 +200,9 @@ def load(pool: RayPool, content: WeightStream, indices: Sequence[int]) -> list[A
                 all_loaded.set_result(None)
 
         pool.call(index, command, done)
-    content.send_until(all_loaded)
-    return [result.result() for result in results]
+    if isinstance(content, WeightStream):
+        content.send_until(all_loaded)
+    return [result.result(30) for result in results]
 
 
 @pytest.fixture(params=["cuda_ipc", "nccl", "gloo"])
@@ -279,6 +282,7 @@ def test_a_worker_that_is_killed_is_replaced_and_all_get_the_weights(
 ) -> None:
     for index in range(2):
         start(pool, index)
+    pool.put_weights([])
     weights, first, second = moved(pool, 0.0), pool._actors[0], pool._actors[1]
     has_begun, has_ended = threading.Event(), threading.Event()
 
@@ -365,6 +369,78 @@ def test_a_worker_on_a_gpu_that_cannot_read_the_trainers_is_refused(monkeypatch:
         assert "the worker at http://127.0.0.1 has GPU GPU-1, which does not read the memory" in str(refused)
         assert "write inference_model.weight_transfer=ray_objects" in str(refused)
         pool.close()
+
+
+FAULTS = ["cuda_ipc: peers", "cuda_ipc: opens", "cuda_ipc: content", "nccl: joins", "nccl: content", "hangs"]
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_trial_that_fails_loses_nothing(
+    fault: str, automatic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the user chose the way, the run ends with what to write; otherwise weights go through the host."""
+    way, what = fault.split(": ") if ": " in fault else ("cuda_ipc", fault)
+    peers = what != "peers"
+    links = pretended_links.shared_memory(peers) if way == "cuda_ipc" else pretended_links.nccl()
+    released = threading.Event()
+
+    def refuses(*arguments: Any) -> None:
+        raise RuntimeError("the driver refuses")
+
+    def hangs(*arguments: Any) -> None:
+        released.wait(30)
+
+    receive = Receiver.receive
+
+    def other(receiver: Receiver, *arguments: Any) -> Any:
+        for pieces in receive(receiver, *arguments):
+            yield pieces
+            raise RuntimeError("another checksum")
+
+    with PretendedCuda(2), links:
+        monkeypatch.setattr(WorkerSpec, "device", torch.device("cuda:1"))
+        monkeypatch.setattr(nccl, "_EXIT_NOTICE_S", 1.0)
+        pool = make_pool(torch.device("cuda:0"), 2, way, automatic)
+        pool._trial_s = 1.0 if what == "hangs" else 20.0
+        if what == "opens":
+            monkeypatch.setattr(cuda_ipc, "_open", refuses)
+        elif what == "joins":
+            monkeypatch.setattr("torchrl_grpo.inference.vllm_compat.join_nccl", refuses)
+        elif what == "content":
+            monkeypatch.setattr(Receiver, "receive", other)
+        elif what == "hangs":
+            monkeypatch.setattr(Receiver, "receive", hangs)
+        refused = [answer for answer in (start(pool, 0), start(pool, 1)) if answer is not None]
+        weights = moved(pool, 0.0)
+        if automatic and what != "hangs":
+            assert refused == []
+            for result in publish(pool, weights, [0, 1]):
+                assert isinstance(result, tuple)
+            for number in range(2):
+                held = pool._actors[number].engine.weights
+                assert all(torch.equal(held[name].cpu(), weights[name].cpu()) for name in weights)
+            # A worker that is started again gets them in the same way.
+            pool.kill(1)
+            assert start(pool, 1) is None
+            (result,) = publish(pool, weights, [1])
+            assert isinstance(result, tuple)
+            said = capsys.readouterr().err
+            assert said.count("warning: weights go by ray objects, through the host's memory.") == 1
+        else:
+            with pytest.raises(ConfigError) as raised:
+                raise refused[0] if refused else _trial_of(pool, weights)
+            said = str(raised.value)
+        released.set()
+        pool.close()
+    assert f"inference_model.weight_transfer={way}: " in said
+    assert "write inference_model.weight_transfer=ray_objects" in said
+
+
+def _trial_of(pool: RayPool, weights: dict[str, Tensor]) -> ConfigError:
+    with pytest.raises(ConfigError) as raised:
+        pool.put_weights(weights.items())
+    return raised.value
 
 
 @pytest.mark.parametrize("pool", ["cuda_ipc", "nccl"], indirect=True)

@@ -227,9 +227,9 @@ class InferenceModelConfig:
     weight_transfer: WeightTransfer = key(
         WeightTransfer.auto,
         "How new weights reach the engines: in_process, shared_memory (servers on this machine), folder "
-        "(servers on any machine, through inference_model.weight_folder), cuda_ipc (servers or workers on Ray, "
-        "on the trainer's GPU or on one that reads its memory), nccl (the same on other GPUs of any machine), "
-        "ray_objects (workers on Ray), or auto (docs/servers.md).",
+        "(servers on any machine, through inference_model.weight_folder), cuda_ipc (servers or workers on "
+        "Ray, on the trainer's GPU or on one that reads its memory), nccl (the same on other GPUs of any "
+        "machine), ray_objects (workers on Ray), or auto (docs/servers.md).",
     )
     weight_folder: str | None = key(
         None,

@@ -278,6 +278,17 @@ class ServerEngine(SteppingEngine):
             while outstanding:
                 _check_not_interrupted(outstanding.popleft().result())
 
+    def try_out(self, item: Bucket | Opening) -> None:
+        """Have every rank receive an item of a trial.
+
+        Raises:
+            RuntimeError: a rank could not receive it.
+        """
+        name = "opening" if isinstance(item, Opening) else "bucket"
+        for error in self._call("grpo_try", **{name: item.to_json()}):
+            if error is not None:
+                raise RuntimeError(error)
+
     def finish_update(self) -> None:
         self._call("grpo_finish_update")
         self._weights_name = uuid.uuid4().hex

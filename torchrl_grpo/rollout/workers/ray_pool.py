@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from torch import Tensor
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
+from torchrl_grpo.inference.servers.channels import trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
 from torchrl_grpo.inference.servers.channels.nccl import Broadcaster
 from torchrl_grpo.inference.servers.transfer_types import Opening
@@ -41,6 +43,8 @@ from torchrl_grpo.runtime.interrupts import keep_termination_handler
 from torchrl_grpo.runtime.module_search import RAY_WORKER_VARIABLE
 
 _PLACEMENT_LIMIT_S = 60.0
+# Longest time that a worker takes for an item of a trial, in seconds: a group of processes has a minute.
+_TRIAL_S = 120.0
 # Ray frees unused objects once a second by default. With short steps, several copies of the weights
 # accumulate in that time, so a cluster started here frees them more often.
 _FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
@@ -83,6 +87,11 @@ class RayPool:
         self._spec = spec
         self._actor = actor
         self._carrier = _make_carrier(spec)
+        # Whether the carrier is known to work, or not to be there; and why it does not.
+        self._tried = self._carrier is None
+        self._refusal: Exception | None = None
+        self._automatic = cfg.inference_model.weight_transfer == "auto"
+        self._trial_s = min(_TRIAL_S, cfg.collector.timeout_s)
         # Workers come and go in other threads.
         self._changing = threading.Lock()
         self._is_local = cfg.ray.address is None
@@ -140,7 +149,9 @@ class RayPool:
                 if self._actors[worker_index] is actor:
                     self._carrier.admit(actor, f"http://{host}", [gpu])
         except Exception as error:  # noqa: BLE001  Ray would swallow it, and nobody would hear of the worker
-            return error
+            if self._tried or not self._automatic:
+                return error
+            self._refusal = error
         return None
 
     def extra_actor_placement(self, index: int) -> PlacementGroupSchedulingStrategy:
@@ -185,9 +196,33 @@ class RayPool:
     def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Take the weights of a publication, in the form that :meth:`call` sends.
 
-        Ray's object store keeps one copy per node for any number of workers.
+        Ray's object store keeps one copy per node for any number of workers. Before the first weights, a few
+        numbers are sent, and if they do not arrive, weights go through the object store.
+
+        Raises:
+            ConfigError: they did not arrive, and ``inference_model.weight_transfer`` allows no other way.
         """
+        if not self._tried:
+            self._try_out()
         return ray.put(pack(weights)) if self._carrier is None else self._carrier.put(weights)
+
+    def _try_out(self) -> None:
+        assert self._carrier is not None
+        spec, self._tried = self._spec, True
+
+        def try_out(actor: Any, item: Any) -> None:
+            try:
+                ray.get(actor.try_out.remote(item), timeout=self._trial_s)
+            except RayTaskError as error:
+                raise _own_error(error) from error
+
+        takes = {actor: partial(try_out, actor) for actor in self._actors}
+        error = self._refusal or trial.trial_error(self._carrier, takes, spec.train_device)
+        if error is not None:
+            self._carrier.release()
+            trial.fall_back(error, spec.weight_transfer, "ray_objects", automatic=self._automatic)
+            self._carrier.close()
+            self._carrier = None
 
     def kill(self, worker_index: int) -> None:
         with self._changing:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl_grpo.config import Config
 from torchrl_grpo.inference.pieces import Assembler
 from torchrl_grpo.inference.protocol import Probe, SteppingEngine
+from torchrl_grpo.inference.servers.channels import trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
 from torchrl_grpo.inference.servers.channels.group import GroupEnded
 from torchrl_grpo.inference.servers.channels.receiver import Receiver
@@ -133,6 +134,10 @@ class RolloutActor:
         part of ``command``.
         """
         return self.worker.run(replace(command, content=unpack(packed)))
+
+    def try_out(self, item: Bucket | Opening) -> None:
+        """Receive an item of a trial: see :mod:`~torchrl_grpo.inference.servers.channels.trial`."""
+        trial.take(self.receiver, item)
 
     def prepare(self, probe: Probe) -> None:
         """Do what may take long, before the trainer sends weights from its device to this one."""

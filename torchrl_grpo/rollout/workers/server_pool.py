@@ -26,6 +26,7 @@ from torchrl_grpo.config.checks.engine import LOOPBACK
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.servers.carriers import Carrier, CopyCarrier, FolderCarrier, StreamCarrier
+from torchrl_grpo.inference.servers.channels import trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
 from torchrl_grpo.inference.servers.channels.nccl import Broadcaster
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
@@ -94,6 +95,7 @@ class _Member:
         self._inbox: queue.SimpleQueue[tuple[Command, Callable[[Any], None]] | None] = queue.SimpleQueue()
         self._process: ServerProcess | None = None
         self._connection: ServerConnection | None = None
+        self.engine: ServerEngine | None = None
         self._ending = threading.Lock()
         self._ended = False
         self._thread = threading.Thread(target=self._run, args=(done,), name=f"server {index}", daemon=True)
@@ -164,7 +166,7 @@ class _Member:
             tuple(spec.eos_token_ids),
             self._pool.model,
         )
-        engine = ServerEngine(
+        engine = self.engine = ServerEngine(
             self._connection,
             spec.kind.api,
             requirements=requirements,
@@ -176,7 +178,7 @@ class _Member:
         with self._ending:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
-            self._pool.carrier.admit(self, address, engine.gpus)
+            self._pool.admit(self, address, engine.gpus)
         return RolloutWorker(
             with_episodes(spec.cfg, engine, spec.max_num_seqs),
             options.max_new_tokens,
@@ -250,6 +252,12 @@ class ServerPool:
         self._identities = [""] * count
         self._claiming = threading.Lock()
         self.carrier = self._make_carrier()
+        # Whether the carrier is known to work, and why it does not.
+        self._tried = spec.weight_transfer not in ("cuda_ipc", "nccl")
+        self._refusal: Exception | None = None
+        # NCCL is for servers that may not see the memory of this machine.
+        is_automatic = spec.cfg.inference_model.weight_transfer == "auto"
+        self._falls_back = is_automatic and spec.weight_transfer == "cuda_ipc"
         # Description of the run's model, for servers that somebody else has started.
         self.model = (
             describe(spec.source, trust_remote_code=spec.cfg.model.trust_remote_code)
@@ -270,9 +278,21 @@ class ServerPool:
             return StreamCarrier(channel=Broadcaster(self.spec.train_device, timeout_s))
         if self.spec.weight_transfer == "cuda_ipc":
             return StreamCarrier(channel=SharedHalves(self.spec.train_device))
+        return self._host_carrier()
+
+    def _host_carrier(self) -> Carrier:
         # If responses must have age 0, servers generate only while the trainer waits for them.
         alternates = self.spec.cfg.collector.max_policy_age == 0
         return StreamCarrier() if alternates else CopyCarrier()
+
+    def admit(self, member: _Member, address: str, gpus: Sequence[str]) -> None:
+        """Let weights reach a member: see :meth:`Carrier.admit`."""
+        try:
+            self.carrier.admit(member, address, gpus)
+        except ConfigError as error:
+            if self._tried or not self._falls_back:
+                raise
+            self._refusal = error
 
     def claim(self, worker_index: int, identity: str) -> None:
         """Note that a worker has the server with this identity.
@@ -308,8 +328,30 @@ class ServerPool:
         return self.carrier.overwrites
 
     def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
-        """Take the weights of a publication: see :meth:`Carrier.put`."""
+        """Take the weights of a publication: see :meth:`Carrier.put`.
+
+        Before the first weights, a few numbers are sent from GPU to GPU. If they do not arrive, weights go
+        through shared memory.
+
+        Raises:
+            ConfigError: they did not arrive, and ``inference_model.weight_transfer`` allows no other way.
+        """
+        if not self._tried:
+            self._try_out()
         return self.carrier.put(weights)
+
+    def _try_out(self) -> None:
+        assert isinstance(self.carrier, StreamCarrier)
+        self._tried = True
+        takes = {member: member.engine.try_out for member in self._members if member and member.engine}
+        error = self._refusal or trial.trial_error(self.carrier, takes, self.spec.train_device)
+        if error is not None:
+            way = self.spec.weight_transfer
+            self.carrier.release()
+            otherwise = "shared_memory" if way == "cuda_ipc" else "folder"
+            trial.fall_back(error, way, otherwise, automatic=self._falls_back)
+            self.carrier.close()
+            self.carrier = self._host_carrier()
 
     def kill(self, worker_index: int) -> None:
         member = self._members[worker_index]

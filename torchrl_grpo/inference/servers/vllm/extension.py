@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_grpo.inference.servers.channels import trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
 from torchrl_grpo.inference.servers.channels.group import GroupEnded
 from torchrl_grpo.inference.servers.channels.receiver import Receiver
@@ -138,6 +139,19 @@ class WeightExtension:
             self._vllm_weights().load_pieces(self._reader.read(announced))
             return
         self._receive(announced)
+
+    def grpo_try(
+        self, opening: dict[str, Any] | None = None, bucket: dict[str, Any] | None = None
+    ) -> str | None:
+        """Receive an item of a trial, an opening or a bucket, and return what went wrong."""
+        try:
+            if opening is not None:
+                trial.take(self._channel(), Opening.from_json(opening))
+            elif bucket is not None:
+                trial.take(self._channel(), Bucket.from_json(bucket))
+        except Exception as error:  # noqa: BLE001  it is returned, so that the server lives on
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def grpo_finish_update(self) -> None:
         """End the update."""
