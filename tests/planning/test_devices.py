@@ -39,18 +39,26 @@ def _gpus_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("way", "gpus", "changes"),
     [
-        # NCCL has not been run on GPUs yet, so only the user chooses it.
-        ("ray_objects", 2, {"asynchronous": True}),
-        ("ray_objects", 4, {"inference": Role("inference_model", 3)}),
+        ("cuda_ipc", 1, {"asynchronous": True}),
+        ("cuda_ipc", 2, {"asynchronous": True}),
+        ("cuda_ipc", 4, {"inference": Role("inference_model", 3)}),
+        ("nccl", 2, {"asynchronous": True, "cluster": True, "elsewhere": True}),
+        ("ray_objects", 0, {"asynchronous": True}),
+        ("ray_objects", 2, {"asynchronous": True, "needs_copy": "collector.weight_update=drain"}),
+        ("ray_objects", 2, {"asynchronous": True, "weight_transfer": "ray_objects"}),
         ("nccl", 2, {"asynchronous": True, "weight_transfer": "nccl"}),
         ("nccl", 4, {"inference": Role("inference_model", 3), "weight_transfer": "nccl"}),
         ("nccl", 0, {"asynchronous": True, "weight_transfer": "nccl"}),
         ("nccl", 2, {"asynchronous": True, "cluster": True, "weight_transfer": "nccl"}),
         ("in_process", 1, {}),
-        ("shared_memory", 2, {"backend": "vllm_server"}),
+        ("cuda_ipc", 2, {"backend": "vllm_server"}),
+        ("nccl", 2, {"backend": "vllm_server", "servers": 1, "elsewhere": True}),
+        ("shared_memory", 0, {"backend": "vllm_server"}),
+        ("shared_memory", 2, {"backend": "vllm_server", "weight_transfer": "shared_memory"}),
+        ("shared_memory", 2, {"backend": "sglang_server"}),
     ],
 )
-def test_weights_of_workers_go_from_gpu_to_gpu_if_the_user_says_so(
+def test_weights_stay_out_of_the_memory_of_the_host_where_they_can(
     way: str, gpus: int, changes: dict[str, Any]
 ) -> None:
     assert plan(Request(**changes), gpus).weight_transfer == way
@@ -61,7 +69,7 @@ def test_nccl_for_an_engine_on_the_gpu_of_the_trainer_is_refused() -> None:
         "train": Role("train_model", devices=(1,)),
         "inference": Role("inference_model", devices=(1,)),
     }
-    with pytest.raises(ConfigError, match=r"NCCL connects different GPUs only; write .*=ray_objects"):
+    with pytest.raises(ConfigError, match=r"NCCL connects different GPUs only; write .*=cuda_ipc"):
         plan(Request(weight_transfer="nccl", **shared), 2)
     with pytest.raises(ConfigError, match=r"run in the trainer's process; write .*=in_process"):
         plan(Request(weight_transfer="nccl"), 1)

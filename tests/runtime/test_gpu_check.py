@@ -96,7 +96,7 @@ def test_what_a_machine_lacks_is_skipped(context: Context) -> None:
     assert not any(why[name] for name in ("environment", "scores", "float32", "sweep", "servers", "ranks"))
     one = Context(context.folder, context.model, 1, [], 60.0)
     assert STAGES["ranks"].lacks(one) == STAGES["async"].lacks(one) == "it needs two GPUs"
-    assert STAGES["sleep"].lacks(one) == STAGES["ipc"].lacks(one) == ""
+    assert STAGES["sleep"].lacks(one) == STAGES["ipc"].lacks(one) == STAGES["ipc_ray"].lacks(one) == ""
     assert why["ipc"] == "it needs a GPU" and why["nccl"] == "", "gloo takes NCCL's place on a CPU"
     for name in ("ipc_peer", "nccl", "tensor_parallel"):
         assert (

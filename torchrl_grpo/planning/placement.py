@@ -66,7 +66,7 @@ def _plan_cpu(request: Request) -> Plan:
         where = "in the trainer's process" if ranks == 1 else "in the first rank's process"
         reference = RolePlan(train.devices[:1], "colocated", where)
     train = _mark_colocated(train, inference, reference)
-    transfer = choose_transfer(request, own_process)
+    transfer, _ = choose_transfer(request, own_process, on_gpu=False)
     check_gpus(transfer, request.engine, [], [])
     return Plan(
         train,
@@ -130,26 +130,25 @@ def _in_each_rank(request: Request, devices: tuple[str, ...]) -> RolePlan:
 def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
     size = request.engine_size
     count = len(devices) // size
+    weights = _weights_by(request, on_gpu=each != "process")
     if request.servers:
         why = f"{counted(count, 'server')} of inference_model.servers"
-        return RolePlan(("server",) * count, "servers", why + _weights_by(request))
+        return RolePlan(("server",) * count, "servers", why + weights)
     if request.cluster:
-        return RolePlan(
-            ("ray",) * count, "cluster", f"{counted(count, 'worker')}, where ray.address puts them"
-        )
+        why = f"{counted(count, 'worker')}, where ray.address puts them"
+        return RolePlan(("ray",) * count, "cluster", why + weights)
     what = "server" if request.engine.has_servers else "worker"
     own = f"one {what}, a {each} of its own" if count == 1 else f"{count} {what}s, a {each} each"
     if size > 1:
         kind = "processes" if each == "process" else "GPUs"
         own = f"{counted(count, what)}, {size} {kind} each"
-    return RolePlan(devices, "separate", own + _weights_by(request))
+    return RolePlan(devices, "separate", own + weights)
 
 
-def _weights_by(request: Request) -> str:
-    """Return how servers get weights, in words."""
-    if not request.engine.has_servers:
-        return ""
-    return f"; weights by {choose_transfer(request, own_process=True).replace('_', ' ')}"
+def _weights_by(request: Request, on_gpu: bool) -> str:
+    """Return how engines in processes of their own get weights, in words."""
+    way, why_not = choose_transfer(request, own_process=True, on_gpu=on_gpu)
+    return f"; weights by {way.replace('_', ' ')}{f' ({why_not})' if why_not else ''}"
 
 
 def _reference_actors(request: Request, devices: tuple[str, ...], why_prefix: str) -> RolePlan:
@@ -246,7 +245,7 @@ class _Allocator:
         if shared:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
         reference = _not_loaded(request, train) or self._reference(gpus, engine)
-        transfer = choose_transfer(request, own_process)
+        transfer, _ = choose_transfer(request, own_process, on_gpu=True)
         check_gpus(transfer, request.engine, gpus, engine)
         return Plan(
             _mark_colocated(train, inference, reference),
@@ -332,7 +331,9 @@ class _Allocator:
             each = f", {engines} {kind}s" if engines > 1 and not why_prefix else ""
             if request.engine_size > 1:
                 each = f", {counted(engines, kind)} with {request.engine_size} GPUs each"
-            why = f"{why_prefix or f'{one_gpu}: '}shares the trainer's{each}{_weights_by(request)}"
+            why = f"{why_prefix or f'{one_gpu}: '}shares the trainer's{each}"
+            if own_process:
+                why += _weights_by(request, on_gpu=True)
             return RolePlan(_names(gpus), "colocated", why)
         if own_process:
             workers = _workers(request, _names(gpus), "GPU")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from torchrl_grpo.config.allocation import meaning
+from torchrl_grpo.config.checks.engine import LOOPBACK
+from torchrl_grpo.config.checks.schedule import may_sleep
 from torchrl_grpo.config.derived import frozen_model, needs_frozen_model
 from torchrl_grpo.config.engines import DEFAULT_ENGINE, EngineKind, engine_kind
 from torchrl_grpo.config.judges import reward_gpu
@@ -55,7 +59,10 @@ class Request:
         engine_size: number of devices of one engine.
         one_device: overrides with which an engine has one device, for error messages.
         weight_transfer: value of ``inference_model.weight_transfer``.
+        needs_copy: the setting because of which the trainer cannot send its own weights, e.g. because it does
+            not wait until workers have loaded them; empty if there is none.
         servers: number of servers that ``inference_model.servers`` names; 0 if the run starts its engines.
+        elsewhere: whether workers or servers may be on other machines.
         sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
         ranks: number of training ranks on all machines, if a launcher has started them.
@@ -79,7 +86,9 @@ class Request:
     engine_size: int = 1
     one_device: str = ""
     weight_transfer: str = "auto"
+    needs_copy: str = ""
     servers: int = 0
+    elsewhere: bool = False
     sleep: bool | None = None
     gpu_memory_utilization: float | None = None
     ranks: int = 1
@@ -149,7 +158,9 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
             if number > 1
         ),
         weight_transfer=inference.weight_transfer,
+        needs_copy=_needs_copy(cfg) if asynchronous else "",
         servers=servers,
+        elsewhere=cfg.ray.address is not None or (servers > 0 and not _all_here(inference.servers)),
         sleep=cfg.inference_model.sleep,
         gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,
         ranks=ranks,
@@ -161,6 +172,20 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         reward_gpus=reward_gpus(cfg),
         allocation_mode="" if cfg.allocation_mode is None else _allocation(cfg),
     )
+
+
+def _needs_copy(cfg: Config) -> str:
+    """Return the setting of grpo-async.py because of which workers load weights while the trainer trains."""
+    if not may_sleep(cfg):
+        return f"train.weight_update_frequency={cfg.train.weight_update_frequency}"
+    drains = cfg.collector.weight_update == "drain" and not cfg.collector.partial_rollout
+    return "collector.weight_update=drain" if drains else ""
+
+
+def _all_here(addresses: Iterable[str]) -> bool:
+    """Return whether all servers are on this machine, as far as their addresses say."""
+    parts = map(urlsplit, addresses)
+    return all(part.scheme == "unix" or part.hostname in LOOPBACK for part in parts)
 
 
 def reward_gpus(cfg: Config) -> tuple[tuple[str, int], ...]:

@@ -329,6 +329,16 @@ STAGES: dict[str, Stage] = {
         "the same from another GPU, which reads the memory of the trainer's",
         _needs_gpus,
     ),
+    "ipc_ray": Stage(
+        train(
+            "ipc_ray",
+            "collector.max_policy_age=1",
+            "inference_model.weight_transfer=cuda_ipc",
+            script="grpo-async.py",
+        ),
+        "the same from a worker on Ray, on another GPU if there is one",
+        _needs_gpu,
+    ),
     "nccl": Stage(
         train("nccl", *_SERVED, "inference_model.weight_transfer=nccl"),
         "weights that go to the GPU of a server by NCCL; on a CPU by gloo",
