@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,16 @@ from torchrl_grpo.models.loading import load_processor
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-def test_vllm_samples_what_the_trainer_scores(tmp_path: Path) -> None:
+# vLLM's own class of LLaVA needs torchvision, so it runs that of transformers.
+@pytest.mark.parametrize(
+    ("family", "engine_args"), [("idefics3", {}), ("llava", {"model_impl": "transformers"})]
+)
+def test_vllm_samples_what_the_trainer_scores(
+    tmp_path: Path, family: str, engine_args: dict[str, Any]
+) -> None:
     """The number of tokens is compared with the processor's, and a reload of weights forgets old pictures."""
-    build_tiny_vlm(tmp_path)
-    model, processor = build("idefics3")
+    build_tiny_vlm(tmp_path, family)
+    model, processor = build(family)
     pictures = load_processor(str(tmp_path), ModelConfig(name=str(tmp_path), pictures=True))
     assert pictures is not None
     prompts, shown = prompts_of(processor)
@@ -33,6 +40,7 @@ def test_vllm_samples_what_the_trainer_scores(tmp_path: Path) -> None:
         max_num_seqs=16,
         seed=0,
         kv_cache_gib=1,
+        engine_args=engine_args,
     )
     try:
         completions = engine.generate(prompts, sampling(shown))
@@ -42,7 +50,7 @@ def test_vllm_samples_what_the_trainer_scores(tmp_path: Path) -> None:
         assert tokens.isdisjoint(pictures.blocked)
 
         # The vision tower changes, and the pictures are the same.
-        other, _ = build("idefics3", seed=1)
+        other, _ = build(family, seed=1)
         engine.load_weights((name, parameter.detach()) for name, parameter in other.named_parameters())
         engine.reset_cache()
         completions = engine.generate(prompts, sampling(shown))
