@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
+from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult, PromptPictures
+from torchrl_grpo.models.pictures import PictureProcessor
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
@@ -34,14 +35,20 @@ class Direct:
 
 
 def make_publisher(
-    model: Any, engine: Inference, prompts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+    model: Any,
+    engine: Inference,
+    prompts: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    processor: PictureProcessor | None = None,
+    pictures: Sequence[PromptPictures | None] | None = None,
 ) -> WeightPublisher:
     """A publisher of ``model`` to an engine with weights in ``dtype``."""
     return WeightPublisher(
         model,
-        TokenScorer(model),
+        TokenScorer(model, pictures=processor),
         engine=engine,
         probe_prompts=prompts,
+        probe_pictures=pictures,
         pad_token_id=2,
         precision=dtype,
         engine_dtype=dtype,

@@ -95,6 +95,14 @@ class Request:
         """What a model reads before it goes on: requests of one prompt can share it."""
         return tuple(self.tokens), self.pictures
 
+    @property
+    def written(self) -> Sequence[int]:
+        """Tokens with one mark for each picture, for an engine that makes the tokens of pictures itself."""
+        pictures = self.pictures
+        if pictures is None or not pictures.files:
+            return self.tokens
+        return [*pictures.written, *self.tokens[pictures.tokens :]]
+
 
 class Answered(Protocol):
     """A response with what the engine reported of each token: a :class:`Completion`, or several as one."""
@@ -150,11 +158,24 @@ class Probe:
         prompts: token ids of N prompts.
         top_k: number K of likeliest next tokens to return.
         shapes: shapes of all published tensors by name; engines compute checksums of these.
+        pictures: pictures of each prompt; None for a model of text.
     """
 
     prompts: Sequence[Sequence[int]]
     top_k: int
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pictures: Sequence[PromptPictures | None] | None = None
+
+    @property
+    def files(self) -> list[Sequence[bytes]] | None:
+        """Encoded pictures of each prompt; None for a model of text."""
+        return None if self.pictures is None else [each.files if each else () for each in self.pictures]
+
+    def requests(self) -> list[Request]:
+        """Return a request for the token after each prompt, at temperature 1."""
+        return build_requests(
+            self.prompts, Sampling(1, 1, 1.0, [0] * len(self.prompts), pictures=self.pictures)
+        )
 
 
 @dataclass(frozen=True)

@@ -81,16 +81,7 @@ class TransformersEngine(SteppingEngine):
     def step(self) -> list[tuple[Hashable, Completion]]:
         if self._batch is None:
             chosen, self._waiting = _whole_groups(self._waiting, self.max_rows)
-            self._batch = _Batch(
-                self._step,
-                chosen,
-                self.eos_token_ids,
-                self.pad_token_id,
-                self._device,
-                self.model.config,
-                self._picture_inputs,
-                () if self.pictures is None else self.pictures.blocked,
-            )
+            self._batch = self._begin(chosen)
         ended = self._batch.step()
         if not self._batch.running:
             self._batch = None
@@ -101,6 +92,18 @@ class TransformersEngine(SteppingEngine):
         taken |= {request.key: Completion([], [], "aborted") for request in self._waiting}
         self._batch, self._waiting = None, []
         return taken
+
+    def _begin(self, requests: Sequence[Request]) -> _Batch:
+        return _Batch(
+            self._step,
+            requests,
+            self.eos_token_ids,
+            self.pad_token_id,
+            self._device,
+            self.model.config,
+            self._picture_inputs,
+            () if self.pictures is None else self.pictures.blocked,
+        )
 
     def _picture_inputs(self, requests: Sequence[Request]) -> PictureInputs | None:
         if self.pictures is None:
@@ -126,10 +129,7 @@ class TransformersEngine(SteppingEngine):
 
     @torch.no_grad()
     def next_tokens(self, probe: Probe) -> ProbeResult:
-        ids, mask = (t.to(self._device) for t in pad_left(probe.prompts, self.pad_token_id))
-        logits = self._step(
-            ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), DynamicCache(config=self.model.config)
-        )
+        logits = self._begin(probe.requests()).logits
         top = torch.log_softmax(logits.float(), -1).topk(min(probe.top_k, logits.shape[-1]), dim=-1)
         return ProbeResult(top.indices.cpu(), top.values.cpu(), cached_tokens=0)
 
@@ -226,13 +226,12 @@ class _Batch:
         repeats = torch.tensor([len(run) for run in runs], device=device)
         self._cache = DynamicCache(config=config)
         positions, inputs = (mask.long().cumsum(-1) - 1).clamp(min=0), {}
-        next_position = mask.sum(-1)
         pictures = picture_inputs([run[0] for run in runs])
         if pictures is not None:
-            positions = pictures.positions(ids.cpu(), mask.cpu()).to(device)
-            next_position = positions.reshape(-1, *mask.shape).amax((0, 2)) + 1
-            inputs = pictures.on(device) | pictures.token_types(ids)
-        self._logits = forward(ids, mask, positions, self._cache, **inputs).repeat_interleave(repeats, 0)
+            inputs = pictures.model_inputs(ids, mask)
+            positions = inputs.pop("position_ids")
+        next_position = positions.reshape(-1, *mask.shape).amax((0, 2)) + 1
+        self.logits = forward(ids, mask, positions, self._cache, **inputs).repeat_interleave(repeats, 0)
         self._cache.batch_select_indices(torch.arange(len(runs), device=device).repeat_interleave(repeats))
         self._mask = mask.repeat_interleave(repeats, 0)
         self._position = next_position.repeat_interleave(repeats, 0)
@@ -249,7 +248,7 @@ class _Batch:
         """Sample a token for every row, and return the responses that end with it."""
         if self._token_ids[0]:
             self._advance()
-        logits = self._logits.float() / self._temperature
+        logits = self.logits.float() / self._temperature
         if self._blocked:
             logits[:, self._blocked] = -torch.inf
         log_p = torch.log_softmax(logits, dim=-1)
@@ -264,7 +263,7 @@ class _Batch:
 
     def _advance(self) -> None:
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-        self._logits = self._forward(self._token[:, None], self._mask, self._position[:, None], self._cache)
+        self.logits = self._forward(self._token[:, None], self._mask, self._position[:, None], self._cache)
         self._position = self._position + self._moves
 
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[tuple[Hashable, Completion]]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.inputs import TokensPrompt
     from vllm.v1.engine.async_llm import AsyncLLM
 
 # First release whose output head can have a dtype of its own.
@@ -88,23 +89,23 @@ def sampling_params(**options: Any) -> SamplingParams:
     return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **options)
 
 
-def add_request(
-    llm: LLM, name: str, tokens: Sequence[int], params: SamplingParams, pictures: Sequence[Image] = ()
-) -> None:
-    """Queue a request under a name of its own.
+def prompt_of(tokens: Sequence[int], pictures: Sequence[Image] = ()) -> TokensPrompt:
+    """Return a prompt.
 
     Args:
-        llm: the engine.
-        name: name of the request.
-        tokens: tokens of the prompt, with one mark for each picture.
-        params: how to sample.
-        pictures: pictures of the prompt.
+        tokens: its tokens, with one mark for each picture.
+        pictures: its pictures.
     """
     from vllm.inputs import TokensPrompt
 
     prompt = TokensPrompt(prompt_token_ids=list(tokens))
     if pictures:
         prompt["multi_modal_data"] = {"image": list(pictures)}
+    return prompt
+
+
+def add_request(llm: LLM, name: str, prompt: TokensPrompt, params: SamplingParams) -> None:
+    """Queue a request under a name of its own."""
     llm.llm_engine.add_request(name, prompt, params)
 
 
@@ -122,12 +123,9 @@ def step(llm: LLM) -> list[tuple[str, Any, int]]:
     return [(output.request_id, output.outputs[0], len(output.prompt_token_ids or ())) for output in ended]
 
 
-def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:
+def generate(llm: LLM, prompts: Sequence[TokensPrompt], params: SamplingParams) -> list[Any]:
     """Answer prompts while no other request runs, and return vLLM's outputs in their order."""
-    from vllm.inputs import TokensPrompt
-
-    token_prompts = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-    return list(llm.generate(token_prompts, params, use_tqdm=False))
+    return list(llm.generate(prompts, params, use_tqdm=False))
 
 
 def unfinished_output(llm: LLM, name: str) -> tuple[list[int], list[Any]]:
@@ -142,9 +140,7 @@ async def stream(
     client: AsyncLLM, name: str, tokens: Sequence[int], params: SamplingParams
 ) -> AsyncIterator[Any]:
     """Queue a request with the engine of a server, and yield vLLM's outputs of it."""
-    from vllm.inputs import TokensPrompt
-
-    async for output in client.generate(TokensPrompt(prompt_token_ids=list(tokens)), params, name):
+    async for output in client.generate(prompt_of(tokens), params, name):
         yield output
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from torchrl_grpo.models.loading import load_processor
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.runtime.own_variables import set_own
+
+if TYPE_CHECKING:
+    from vllm.inputs import TokensPrompt
 
 
 class VLLMEngine(SteppingEngine):
@@ -133,10 +136,6 @@ class VLLMEngine(SteppingEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             name = str(next(self._names))
-            tokens, pictures = request.tokens, request.pictures
-            if pictures is not None and pictures.files:
-                # vLLM puts the tokens of a picture in place of its mark.
-                tokens = [*pictures.written, *tokens[pictures.tokens :]]
             parameters = vllm_compat.sampling_params(
                 max_tokens=request.max_new_tokens,
                 temperature=request.temperature,
@@ -148,8 +147,7 @@ class VLLMEngine(SteppingEngine):
                 # As far below the others as vLLM allows: their probability is 0 in float32.
                 logit_bias=dict.fromkeys(self._blocked, -100.0) or None,
             )
-            shown = [] if pictures is None else [decode(data) for data in pictures.files]
-            vllm_compat.add_request(self.llm, name, tokens, parameters, shown)
+            vllm_compat.add_request(self.llm, name, _prompt(request), parameters)
             self._running[name] = request
 
     def step(self) -> list[tuple[Hashable, Completion]]:
@@ -183,7 +181,8 @@ class VLLMEngine(SteppingEngine):
         parameters = vllm_compat.sampling_params(
             max_tokens=1, temperature=1.0, seed=0, logprobs=probe.top_k, detokenize=False
         )
-        outputs = self._run(probe.prompts, parameters)
+        with self._stance():
+            outputs = vllm_compat.generate(self.llm, [*map(_prompt, probe.requests())], parameters)
         steps = [output.outputs[0].logprobs[0] for output in outputs]
         # The sampled token is listed too if it is not among the top ones; ranks tell them apart.
         likeliest = [sorted(step.items(), key=lambda item: item[1].rank)[: probe.top_k] for step in steps]
@@ -192,10 +191,6 @@ class VLLMEngine(SteppingEngine):
             torch.tensor([[entry.logprob for _, entry in row] for row in likeliest]),
             cached_tokens=int(outputs[0].num_cached_tokens or 0),
         )
-
-    def _run(self, prompts: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
-        with self._stance():
-            return vllm_compat.generate(self.llm, prompts, parameters)
 
     def _stance(self) -> AbstractContextManager[None]:
         # Without compiled graphs, compiling vLLM's small helpers gains nothing, and building their C++ takes
@@ -267,6 +262,12 @@ def _check_head(model: nn.Module, dtype: torch.dtype, head_dtype: torch.dtype | 
             f"inference_model.head_dtype={name_of(head_dtype)}: on this machine, vLLM computes the output "
             f"head of {type(model).__name__} in another dtype; write inference_model.head_dtype=auto{newer}"
         )
+
+
+def _prompt(request: Request) -> TokensPrompt:
+    return vllm_compat.prompt_of(
+        request.written, [] if request.pictures is None else [decode(data) for data in request.pictures.files]
+    )
 
 
 def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -185,7 +185,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def perturbed_adapters(model: nn.Module, share: float) -> Iterator[None]:
+def perturbed_adapters(model: nn.Module, share: float, unchanged: Collection[int] = ()) -> Iterator[None]:
     """Perturb every adapter inside the context. A model without adapters is not changed.
 
     A new adapter has no effect, so a test could not see whether it is published. ``B`` is copied and restored
@@ -194,14 +194,18 @@ def perturbed_adapters(model: nn.Module, share: float) -> Iterator[None]:
     Args:
         model: model that is changed in place.
         share: norm of the perturbation of each matrix, relative to the norm of the matrix.
+        unchanged: ids of parameters that stay as they are.
     """
-    kept = [(layer, layer.lora_B[_ADAPTER].weight) for layer in adapted_layers(model).values()]
-    copies = [weight.detach().clone() for _, weight in kept]
-    generator = torch.Generator().manual_seed(0)
+    layers = enumerate(adapted_layers(model).values())
+    weights = [(seed, layer, layer.lora_B[_ADAPTER].weight) for seed, layer in layers]
+    kept = [(seed, layer, weight) for seed, layer, weight in weights if id(weight) not in unchanged]
+    copies = [weight.detach().clone() for *_, weight in kept]
     try:
         with torch.no_grad():
-            for layer, weight in kept:
+            for seed, layer, weight in kept:
                 before = weight.clone()
+                # A matrix is perturbed alike, whichever others are.
+                generator = torch.Generator().manual_seed(seed)
                 weight.copy_(torch.randn(weight.shape, generator=generator))
                 base = dequantized_weight(layer.get_base_layer()).float()
                 size = share * base.norm() / layer.get_delta_weight(_ADAPTER).norm()
@@ -209,7 +213,7 @@ def perturbed_adapters(model: nn.Module, share: float) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for (_, weight), copied in zip(kept, copies, strict=True):
+            for (*_, weight), copied in zip(kept, copies, strict=True):
                 weight.copy_(copied)
 
 

@@ -142,6 +142,16 @@ class PictureInputs:
         )[0]
         return positions.masked_fill(~mask, 0)
 
+    def model_inputs(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return all inputs of the model for rows of tokens, beside the tokens and their mask.
+
+        Args:
+            ids: ``[N, T]`` int64, on the device of the model.
+            mask: ``[N, T]`` bool, True on real tokens.
+        """
+        positions = self.positions(ids.cpu(), mask.cpu()).to(ids.device)
+        return self.on(ids.device) | self.token_types(ids) | {"position_ids": positions}
+
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """Return the features on a device, in the number format of the model."""
         dtype = self._backbone.dtype

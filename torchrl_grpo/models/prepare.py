@@ -99,13 +99,17 @@ def _recompute_activations(model: PreTrainedModel) -> None:
 
 def _freeze_other_inputs(model: PreTrainedModel) -> None:
     """Freeze the parts for images and audio. Text gives them no gradient, and ranks would wait for one."""
+    for parameter in other_inputs(model):
+        parameter.requires_grad_(False)
+
+
+def other_inputs(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters of the parts for images and audio, what projects them included."""
     if model.config is model.config.get_text_config():
-        return
+        return []
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     of_text = {id(parameter) for part in parts for parameter in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in of_text:
-            parameter.requires_grad_(False)
+    return [parameter for parameter in model.parameters() if id(parameter) not in of_text]
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:

@@ -23,12 +23,11 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs.build import build_environment
-from torchrl_grpo.envs.chat import end_of_message, render
+from torchrl_grpo.envs.chat import end_of_message
 from torchrl_grpo.envs.episodes.build import check_environment
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.build import weights_source
-from torchrl_grpo.models.pictures import processor_of
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.models.reference import frozen_source, load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -61,12 +60,12 @@ from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engin
 from torchrl_grpo.training.held_out_loss import HeldOutLoss
 from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.prepare import prepare
+from torchrl_grpo.training.probe import build_probe
 from torchrl_grpo.training.rounding_check import rounding_check_dtype
 from torchrl_grpo.training.run_checkpoints import try_out_checkpoint
 from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.session import Outputs, Session
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
-from torchrl_grpo.weight_sync.probe import probe_length, probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 # The most precise first.
@@ -390,19 +389,13 @@ def build_publisher(
         engine_dtype: dtype of the engine.
         warn: function called with a warning for the user.
     """
-    first = [examples[index] for index in range(min(8, len(examples)))]
-    length = probe_length(cfg.inference_model.block_size, cfg.inference_model.max_model_len)
-    pictures = processor_of(tokenizer)
-    # The probe is text alone. Tokens of pictures would stand for pictures that are not there.
-    blocked = () if pictures is None else pictures.blocked
-    prompts = [
-        [token for token in render(tokenizer, example)[1] if token not in blocked] for example in first
-    ]
+    prompts, pictures = build_probe(cfg.inference_model, tokenizer, examples)
     return WeightPublisher(
         learner.full_model(),
         learner.probe_scorer(),
         engine=engine,
-        probe_prompts=probe_prompts(prompts, length=length),
+        probe_prompts=prompts,
+        probe_pictures=pictures,
         pad_token_id=tokenizer.pad_token_id,
         precision=precision,
         engine_dtype=engine_dtype,

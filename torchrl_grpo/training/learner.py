@@ -235,9 +235,11 @@ class Learner:
         return log_probs
 
     @torch.no_grad()
-    def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
+    def next_token_log_probs(
+        self, prompt: Tensor, prompt_mask: Tensor, files: Sequence[Sequence[bytes]] | None
+    ) -> Tensor:
         with reshard_after(self.network):
-            return self.scorer.next_token_log_probs(prompt, prompt_mask)
+            return self.scorer.next_token_log_probs(prompt, prompt_mask, files)
 
     def full_parameter(self, name: str) -> Tensor:
         """Return a parameter of the model, gathered from all ranks."""
@@ -302,8 +304,11 @@ class GatheredModel:
     def scale_columns(self, factor: float) -> None:
         self._learner.ranks.call_all(Learner.scale_columns, self._learner, factor)
 
-    def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
-        return self._learner.ranks.call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask)
+    def next_token_log_probs(
+        self, prompt: Tensor, prompt_mask: Tensor, files: Sequence[Sequence[bytes]] | None = None
+    ) -> Tensor:
+        call_all = self._learner.ranks.call_all
+        return call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask, files)
 
 
 class _DistributedProximalLogProbs(LogProbWriter):

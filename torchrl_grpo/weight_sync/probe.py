@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
@@ -19,7 +19,9 @@ _PERTURBATION = 0.25
 class NextTokenScorer(Protocol):
     """Computes the trainer's own log-probabilities of the next token for a probe."""
 
-    def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
+    def next_token_log_probs(
+        self, prompt: Tensor, prompt_mask: Tensor, files: Sequence[Sequence[bytes]] | None = None
+    ) -> Tensor:
         """See :meth:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer.next_token_log_probs`."""
 
 
@@ -42,7 +44,7 @@ def named_weights(model: nn.Module | ShardedWeights) -> Iterator[tuple[str, Tens
 
 
 @contextmanager
-def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
+def perturbed(model: nn.Module | ShardedWeights, unchanged: Collection[nn.Parameter] = ()) -> Iterator[None]:
     """Halve every eighth column of every parameter that is not quantized, and double it again on exit.
 
     Powers of two change only the exponent, so the weights come back bit for bit without a copy of them. Small
@@ -52,7 +54,12 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
 
     Adapters are perturbed first. A new adapter's second matrix is zero, so scaling it has no effect, and
     quantized matrices change only through their adapters.
+
+    Args:
+        model: model that is changed in place.
+        unchanged: parameters of it that stay as they are.
     """
+    same = {id(parameter) for parameter in unchanged}
 
     def scale(factor: float) -> None:
         if not isinstance(model, nn.Module):
@@ -60,13 +67,17 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
             return
         with torch.no_grad():
             for parameter in model.parameters():
-                if not is_quantized(parameter):
+                if not is_quantized(parameter) and id(parameter) not in same:
                     parameter[..., ::8] *= factor
 
     float16_parameters = (
-        [p for p in model.parameters() if p.dtype == torch.float16] if isinstance(model, nn.Module) else []
+        [p for p in model.parameters() if p.dtype == torch.float16 and id(p) not in same]
+        if isinstance(model, nn.Module)
+        else []
     )
-    with lora.perturbed_adapters(model, _PERTURBATION) if isinstance(model, nn.Module) else nullcontext():
+    with (
+        lora.perturbed_adapters(model, _PERTURBATION, same) if isinstance(model, nn.Module) else nullcontext()
+    ):
         kept = [parameter.detach()[..., ::8].clone() for parameter in float16_parameters]
         scale(0.5)
         try:

@@ -24,10 +24,11 @@ from torch.nn.functional import kl_div
 from torchrl_grpo.config.engines import DEFAULT_ENGINE, engine_kind, reference_engine
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.checksums import Checksums, checksum, checksum_tensor, collect_checksums
-from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
+from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult, PromptPictures
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.models.scoring.padding import pad_left
+from torchrl_grpo.weight_sync.other_inputs import encoders_are_stale, log_probs_with_stale_encoders
 from torchrl_grpo.weight_sync.probe import NextTokenScorer, ShardedWeights, named_weights, perturbed
 from torchrl_grpo.weight_sync.results import ExpectedResult, LogProbDiff
 from torchrl_grpo.weight_sync.transport import Delivery, SentWeights, Transport, concatenate_results
@@ -60,6 +61,7 @@ class WeightPublisher:
         engine: engine that receives the weights.
         probe_prompts: token ids of the probe prompts. Each prompt must fill at least one block of a prefix
             cache, and no two prompts may share a prefix.
+        probe_pictures: pictures of each probe prompt; None for a model of text. The first prompt has none.
         pad_token_id: padding id.
         precision: the less precise of the engine's and the trainer's dtypes.
         engine_dtype: dtype of the engine. Weights are cast to it before they leave the trainer.
@@ -84,6 +86,7 @@ class WeightPublisher:
         bound: float | None = None,
         warn: Callable[[str], None] = lambda text: None,
         backend: str = DEFAULT_ENGINE,
+        probe_pictures: Sequence[PromptPictures | None] | None = None,
     ) -> None:
         self.model = model
         self.scorer = scorer
@@ -93,7 +96,7 @@ class WeightPublisher:
         self._deliveries: list[tuple[ExpectedResult, Delivery]] = []
         self.engine_dtype = engine_dtype
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
-        self.probe = Probe(probe_prompts, TOP_K, self._shapes)
+        self.probe = Probe(probe_prompts, TOP_K, self._shapes, probe_pictures)
         self._precision = str(precision).removeprefix("torch.")
         self._min_bound = _MIN_BOUND[precision]
         self.bound = self._min_bound if bound is None else bound
@@ -104,7 +107,7 @@ class WeightPublisher:
         self._first_published_diff = 0.0
         # The trainer's log-probabilities at the latest publication of the training.
         self._published_log_probs: Tensor | None = None
-        self._padded = pad_left(probe_prompts, pad_token_id)
+        self._padded = (*pad_left(probe_prompts, pad_token_id), self.probe.files)
         self._warn = warn
         self._warned = False
         # The reference engine is the fallback, so no other engine can be recommended for it.
@@ -135,6 +138,7 @@ class WeightPublisher:
                 the check of the original weights failed.
         """
         trainer_log_probs, published = self._trainer_log_probs(), self._published_log_probs
+        stale = log_probs_with_stale_encoders(self.model, self.probe, self._trainer_log_probs)
         with perturbed(self.model):
             delivery, expected = self.send_weights(version)
             delivery.wait()
@@ -157,6 +161,12 @@ class WeightPublisher:
                 f"{published_diff:.2g} nats on average with the published weights, but only by "
                 f"{disk_diff:.2g} with the weights that it read from disk. Its weight loader assigns "
                 f"tensors to the wrong parameters. {self._advice}"
+            )
+        if stale is not None and encoders_are_stale(self.probe, stale, expected, perturbed_result):
+            raise TrainingStopped(
+                f"{self._engine_name()}: a test perturbed all weights. After a prompt with pictures, the "
+                "engine's log-probabilities are those of the older parts that encode pictures, so it was not "
+                f"sent the new ones or does not use them. {self._advice}"
             )
         diff_to_original = LogProbDiff.between(trainer_log_probs, perturbed_result).mean
         diff_to_perturbed = LogProbDiff.between(expected.trainer_log_probs, perturbed_result).mean
@@ -239,7 +249,8 @@ class WeightPublisher:
         before, after = self._published_log_probs, expected.trainer_log_probs
         self._published_log_probs = after
         metrics = {name: max(result[name] for result in results) for name in (results[0] if results else ())}
-        if before is not None:
+        # An earlier version had a probe without pictures.
+        if before is not None and before.shape == after.shape:
             moved = kl_div(after.double(), before.double(), reduction="batchmean", log_target=True)
             metrics["publish/update_kl"] = float(moved)
         return metrics
@@ -414,8 +425,7 @@ class WeightPublisher:
 
     @torch.no_grad()
     def _trainer_log_probs(self) -> Tensor:
-        prompt, prompt_mask = self._padded
-        return self.scorer.next_token_log_probs(prompt, prompt_mask).cpu()
+        return self.scorer.next_token_log_probs(*self._padded).cpu()
 
     def _engine_name(self) -> str:
         return self.engine.name

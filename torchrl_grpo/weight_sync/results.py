@@ -41,14 +41,22 @@ class LogProbDiff:
     largest: float
 
     @classmethod
-    def between(cls, trainer_log_probs: Tensor, result: ProbeResult) -> LogProbDiff:
+    def between(
+        cls, trainer_log_probs: Tensor, result: ProbeResult, rows: Tensor | None = None
+    ) -> LogProbDiff:
         """Compare the trainer's log-probabilities ``[N, V]`` with a probe result.
 
         The result may hold the rows of several engines, concatenated. All differences are NaN if one of them
         is not finite.
+
+        Args:
+            trainer_log_probs: ``[N, V]``.
+            result: probe result of one or several engines.
+            rows: ``[N]`` bool, True on the prompts that are compared; None for all.
         """
-        rows = trainer_log_probs.repeat(len(result.token_ids) // len(trainer_log_probs), 1)
-        diff = (rows.gather(1, result.token_ids) - result.log_probs).abs().flatten()
+        engines = len(result.token_ids) // len(trainer_log_probs)
+        diff = (trainer_log_probs.repeat(engines, 1).gather(1, result.token_ids) - result.log_probs).abs()
+        diff = (diff if rows is None else diff[rows.repeat(engines)]).flatten()
         if not bool(diff.isfinite().all()):
             return cls(math.nan, math.nan, math.nan)
         return cls(float(diff.mean()), float(diff.quantile(0.99)), float(diff.max()))

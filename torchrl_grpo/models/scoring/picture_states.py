@@ -51,14 +51,13 @@ def compute(
         inputs = pictures.on(device) | pictures.token_types(layout.ids)
         return shared_prefix.hidden_states(body, layout, **inputs)
     ids, attention, before = whole_rows(prompt, prompt_mask, response, mask)
+    ids, attention = ids.to(device), attention.to(device)
     pictures = PictureInputs(body, processor, [row for row in files for _ in range(response.shape[1])])
-    inputs = pictures.on(device) | pictures.token_types(ids.to(device))
     output = body(
-        input_ids=ids.to(device),
-        attention_mask=attention.long().to(device),
-        position_ids=pictures.positions(ids, attention).to(device),
+        input_ids=ids,
+        attention_mask=attention.long(),
         use_cache=False,
-        **inputs,
+        **pictures.model_inputs(ids, attention),
     )
     hidden: Tensor = output.last_hidden_state
     return hidden.flatten(0, 1).index_select(0, before.to(device))

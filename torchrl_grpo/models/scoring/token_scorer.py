@@ -11,13 +11,14 @@ the place of a token.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_grpo.models.pictures import PictureProcessor
+from torchrl_grpo.models.pictures import PictureInputs, PictureProcessor
 from torchrl_grpo.models.precision import autocast
 from torchrl_grpo.models.scoring import fused_head, picture_states, shared_prefix
 from torchrl_grpo.models.scoring.head import (
@@ -213,20 +214,26 @@ class TokenScorer(nn.Module):
             hidden = hidden.index_select(0, index.among)
         return hidden, index
 
-    def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
+    def next_token_log_probs(
+        self, prompt: Tensor, prompt_mask: Tensor, files: Sequence[Sequence[bytes]] | None = None
+    ) -> Tensor:
         """Compute log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
 
         The temperature is 1, because the result is used to compare two models.
+
+        Args:
+            prompt: ``[P, L]`` int64, padded on the left.
+            prompt_mask: ``[P, L]`` bool, True on real tokens.
+            files: encoded pictures of each prompt; None for text alone.
         """
         device = next(self.model.parameters()).device
         prompt, prompt_mask = prompt.to(device), prompt_mask.to(device)
+        body, inputs = backbone(self.model), {"position_ids": _positions(prompt_mask)}
+        if files is not None:
+            assert self.pictures is not None, "a scorer of text was given pictures"
+            inputs = PictureInputs(body, self.pictures, files).model_inputs(prompt, prompt_mask)
         with autocast(self.autocast_dtype, device):
-            output = backbone(self.model)(
-                input_ids=prompt,
-                attention_mask=prompt_mask.long(),
-                position_ids=_positions(prompt_mask),
-                use_cache=False,
-            )
+            output = body(input_ids=prompt, attention_mask=prompt_mask.long(), use_cache=False, **inputs)
         logits = _logits(self.model, output.last_hidden_state[:, -1], self._head_options())
         return F.log_softmax(logits, dim=-1)
 
