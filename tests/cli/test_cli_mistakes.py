@@ -510,7 +510,7 @@ BAD: list[tuple[str, str]] = [
     ),
     ("model.pictures=true teacher_model.name=/tmp policy.distill_coef=1", "or policy.distill_coef=0"),
     ("model.pictures=true train_model.compile=true", "or train_model.compile=false"),
-    ("model.pictures=true inference_model.backend=vllm_server", "or inference_model.backend=vllm"),
+    ("model.pictures=true inference_model.backend=sglang_server", "or inference_model.backend=vllm"),
     ("model.pictures=true env.overlong_prompts=truncate_left", "or env.overlong_prompts=drop"),
     ("model.pictures=true env.tools=[calculator]", "or env.tools=[]"),
     ("model.pictures=true env.mixture=[{dataset:gsm8k},{dataset:math}]", "or env.mixture=[]"),

@@ -147,7 +147,8 @@ class FakeServer:
             "finish_reason": reason,
             "weight_versions": [span],
         }
-        return web.json_response({"choices": [choice]})
+        usage = {"prompt_tokens": len(body["token_ids"])}
+        return web.json_response({"choices": [choice], "usage": usage})
 
     async def _place(self) -> None:
         while self.hangs or self.paused or len(self._open) >= self.places:

@@ -10,8 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_vlm import picture
 
+from torchrl_grpo.data.pictures import encode
 from torchrl_grpo.inference import vllm_compat
+from torchrl_grpo.inference.protocol import PromptPictures, Request
+from torchrl_grpo.inference.servers.vllm.api import VLLMApi
 from torchrl_grpo.inference.servers.vllm.older_routes import OlderRoutes
 
 GENERATE = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 1}}
@@ -31,17 +35,19 @@ class Engine:
         self.aborted = False
         self.can_reset = True
 
-    async def stream(self, name: str, tokens: Sequence[int], params: Any) -> AsyncIterator[Any]:
+    async def stream(self, name: str, prompt: Any, params: Any) -> AsyncIterator[Any]:
         self.began.set()
         try:
             await self.may_end.wait()
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
-        assert list(tokens) == [1, 2] and params["max_tokens"] == 2
+        assert prompt["prompt_token_ids"] == [1, 2] and params["max_tokens"] == 2
+        self.pictures = prompt["multi_modal_data"]["image"]
+        self.params = params
         tables = [{7: entry(-0.5, 2), 9: entry(-0.1, 1)}, {8: entry(math.nan, 0)}]
         choice = SimpleNamespace(token_ids=[7, 8], logprobs=tables, finish_reason="length")
-        yield SimpleNamespace(outputs=[choice], num_cached_tokens=None)
+        yield SimpleNamespace(outputs=[choice], prompt_token_ids=[1, 2, 2], num_cached_tokens=None)
 
 
 class Client:
@@ -90,6 +96,10 @@ def engines_are_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
             raise TypeError("unexpected keyword argument 'unknown'")
         return options
 
+    def prompt_of(tokens: Sequence[int], pictures: Sequence[Any]) -> dict[str, Any]:
+        return {"prompt_token_ids": list(tokens), "multi_modal_data": {"image": list(pictures)}}
+
+    monkeypatch.setattr(vllm_compat, "prompt_of", prompt_of)
     monkeypatch.setattr(vllm_compat, "sampling_params", params)
     monkeypatch.setattr(vllm_compat, "stream", Engine.stream)
     monkeypatch.setattr(vllm_compat, "abort_everything", abort)
@@ -113,7 +123,28 @@ def test_tokens_come_with_log_probabilities_ranks_and_the_name_of_the_weights() 
     # vLLM's way to say that it is not a number, which JSON has no word for.
     assert (second["logprob"], second["rank"]) == (-9999.0, None)
     assert choice["weight_versions"] == [{"version": "a"}]
+    assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] is None
+
+
+def test_pictures_reach_the_engine_decoded_and_broken_ones_are_refused() -> None:
+    shown = picture(20, 30)
+    request = Request("a", [1, 9, 9, 2], 2, 1.0, pictures=PromptPictures((encode(shown),), (1, 2), 4, (9,)))
+    call = VLLMApi().generate(request, ())
+
+    async def ask() -> Any:
+        engine = Engine()
+        engine.may_end.set()
+        client = Client(engine)
+        broken = {**call.body, "content_parts": [{"type": "image_url", "url": "data:image/png;base64,eHl6"}]}
+        return engine, [await client.post(call.path, body) for body in (call.body, broken)]
+
+    engine, [(status, _), refused] = asyncio.run(ask())
+    assert status == 200
+    (received,) = engine.pictures
+    assert received.tobytes() == shown.tobytes() and received.size == shown.size
+    assert engine.params["logit_bias"] == {9: -100.0}
+    assert refused[0] == 400 and "it cannot be decoded" in refused[1]["error"]
 
 
 def test_an_answer_over_which_the_weights_changed_names_both() -> None:

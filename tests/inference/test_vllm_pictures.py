@@ -1,60 +1,95 @@
-"""The real vLLM generates from pictures what the trainer scores."""
+"""The real vLLM generates from pictures what the trainer scores, in this process and in a server."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from picture_prompts import log_probs_of, prompts_of, sampling, scores
+from publishers import make_publisher
+from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
 from tiny_vlm import build, build_tiny_vlm
+from vllm_arguments import ON_A_CPU
 
-from torchrl_grpo.config.schema import ModelConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.inference.protocol import SteppingEngine
+from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
+from torchrl_grpo.inference.servers.http import ServerConnection
+from torchrl_grpo.inference.servers.kinds import VLLM
+from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.inference.servers.vllm.command import vllm_launch
+from torchrl_grpo.inference.vllm_arguments import vllm_arguments
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
-from torchrl_grpo.models.loading import load_processor
+from torchrl_grpo.models.pictures import PictureProcessor
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
+
+_SIZES: dict[str, Any] = {**ON_A_CPU, "max_model_len": 512, "max_num_seqs": 16, "dtype": torch.float32}
 
 
-# vLLM's own class of LLaVA needs torchvision, so it runs that of transformers.
-@pytest.mark.parametrize(
-    ("family", "engine_args"), [("idefics3", {}), ("llava", {"model_impl": "transformers"})]
-)
-def test_vllm_samples_what_the_trainer_scores(
-    tmp_path: Path, family: str, engine_args: dict[str, Any]
-) -> None:
-    """The number of tokens is compared with the processor's, and a reload of weights forgets old pictures."""
-    build_tiny_vlm(tmp_path, family)
-    model, processor = build(family)
-    pictures = load_processor(str(tmp_path), ModelConfig(name=str(tmp_path), pictures=True))
-    assert pictures is not None
-    prompts, shown = prompts_of(processor)
-    engine = VLLMEngine(
-        str(tmp_path),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_model_len=512,
-        gpu_memory_utilization=0.5,
-        blocked=pictures.blocked,
-        max_num_seqs=16,
-        seed=0,
-        kv_cache_gib=1,
-        engine_args=engine_args,
-    )
+@contextmanager
+def served(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerEngine]]:
+    """A server of a model, and its engine."""
+    sizes = {name: value for name, value in _SIZES.items() if name != "device"}
+    launch = vllm_launch(str(model), vllm_arguments(on_cpu=True, **sizes), on_cpu=True)
+    process = ServerProcess(VLLM, launch, environment={"OMP_NUM_THREADS": "1"}, log=folder / "server.log")
     try:
+        process.wait_until_ready(300)
+        connection = ServerConnection(process.address, process.key, 60)
+        connection.wait_until_up(10)
+        requirements = ServerRequirements(torch.float32, None, 512)
+        engine = ServerEngine(connection, VLLM.api, requirements=requirements, folder=folder, timeout_s=60)
+        yield process, engine
+        engine.close()
+    finally:
+        process.kill()
+
+
+def check(engine: SteppingEngine, family: str) -> None:
+    """Compare it with the trainer, also after a publication that changes the vision tower."""
+    _, processor = build(family)
+    pictures = PictureProcessor(processor)
+    prompts, shown = prompts_of(processor)
+    for seed in range(2):
+        model, _ = build(family, seed)
+        if seed:
+            publisher = make_publisher(model, engine, prompts[1::2], processor=pictures, pictures=shown[1::2])
+            publisher.verify_at_start(seed)
+            assert publisher.unreadable == []
         completions = engine.generate(prompts, sampling(shown))
         expected = scores(model, pictures, prompts, shown, completions)
         torch.testing.assert_close(log_probs_of(completions), expected, rtol=0, atol=1e-5)
         tokens = {token for group in completions for each in group for token in each.token_ids}
         assert tokens.isdisjoint(pictures.blocked)
 
-        # The vision tower changes, and the pictures are the same.
-        other, _ = build(family, seed=1)
-        engine.load_weights((name, parameter.detach()) for name, parameter in other.named_parameters())
-        engine.reset_cache()
-        completions = engine.generate(prompts, sampling(shown))
-        expected = scores(other, pictures, prompts, shown, completions)
-        torch.testing.assert_close(log_probs_of(completions), expected, rtol=0, atol=1e-5)
+
+def test_vllm_in_the_process_samples_what_the_trainer_scores(tmp_path: Path) -> None:
+    """vLLM's own class of LLaVA needs torchvision, so vLLM computes with that of transformers."""
+    build_tiny_vlm(tmp_path, "llava")
+    engine = VLLMEngine(str(tmp_path), **_SIZES, engine_args={"model_impl": "transformers"})
+    try:
+        check(engine, "llava")
     finally:
         engine.close()
+
+
+def test_vllm_in_a_server_samples_what_the_trainer_scores(
+    config: Config, train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_tiny_vlm(tmp_path / "model")
+    with served(model, tmp_path) as (process, engine):
+        check(engine, "idefics3")
+        config.model.name, config.model.pictures = str(model), True
+        config.env.dataset, config.env.data_path = "pictures", None
+        config.env.task_args = {"kinds": ["count", "dice"], "size": 48}
+        config.inference_model.max_model_len, config.train.total_dialog_turns = 256, 16
+        monkeypatch.setenv(KEY_VARIABLE, process.key)
+        config.inference_model.backend = "vllm_server"
+        config.inference_model.servers = [process.address]
+        first, *_ = without_eval(train("run", eval__frequency=0))
+        assert first["policy/logprob_diff"] < 1e-5

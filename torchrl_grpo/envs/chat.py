@@ -113,11 +113,12 @@ def prompt_pictures(
         DataError: the file of a picture has changed or cannot be read.
         ModelError: the template cannot render the messages.
     """
-    if processor_of(tokenizer) is None:
+    processor = processor_of(tokenizer)
+    if processor is None:
         return None
     written = control_tokens(tokenizer).ids([render_marked(tokenizer, example)])[0]
     files = tuple(picture.read() for picture in example.pictures)
-    return PromptPictures(files, tuple(written), len(token_ids))
+    return PromptPictures(files, tuple(written), len(token_ids), processor.blocked)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[str, list[int]]:

@@ -22,11 +22,13 @@ class PromptPictures:
         files: encoded pictures, in the order of their tokens; empty for a prompt of text.
         written: token ids of the prompt as the chat template writes it, with one mark per picture.
         tokens: number of tokens of the prompt with all tokens of its pictures.
+        blocked: tokens that stand for pictures and videos, which no response may have.
     """
 
     files: tuple[bytes, ...]
     written: tuple[int, ...]
     tokens: int
+    blocked: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The arguments of a vLLM engine: of its ``LLM`` class in the trainer's process, and of a server."""
+"""The arguments of a vLLM engine, in the trainer's process and in a server, and of its requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.protocol import Request
 from torchrl_grpo.models.precision import resolve_dtype, resolve_head
 
 # The least of vLLM's defaults of max_num_batched_tokens, and the usual one.
@@ -100,6 +102,36 @@ def vllm_arguments(
         "disable_log_stats": True,
         "trust_remote_code": trust_remote_code,
     }
+
+
+def request_options(request: Request) -> dict[str, Any]:
+    """Return how vLLM samples the response to a request, by the names of its ``SamplingParams``."""
+    blocked = () if request.pictures is None else request.pictures.blocked
+    return {
+        "max_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "logprobs": 0,
+        "ignore_eos": request.ignore_eos,
+        "stop_token_ids": list(request.stop_token_ids),
+        "detokenize": False,
+        # As far below the others as vLLM allows: their probability is 0 in float32.
+        "logit_bias": dict.fromkeys(blocked, -100.0) or None,
+    }
+
+
+def check_prompt_tokens(request: Request, tokens: int) -> None:
+    """Check the number of tokens that vLLM has made of a prompt.
+
+    Raises:
+        ModelError: the model's processor makes another number, which the trainer scores.
+    """
+    if tokens != len(request.tokens):
+        raise ModelError(
+            f"inference_model.backend: vLLM makes {tokens} tokens of a prompt with pictures of which the "
+            f"processor of the model makes {len(request.tokens)}, so the trainer would score another prompt; "
+            "write inference_model.backend=transformers"
+        )
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:

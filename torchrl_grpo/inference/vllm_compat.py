@@ -137,10 +137,10 @@ def unfinished_output(llm: LLM, name: str) -> tuple[list[int], list[Any]]:
 
 
 async def stream(
-    client: AsyncLLM, name: str, tokens: Sequence[int], params: SamplingParams
+    client: AsyncLLM, name: str, prompt: TokensPrompt, params: SamplingParams
 ) -> AsyncIterator[Any]:
     """Queue a request with the engine of a server, and yield vLLM's outputs of it."""
-    async for output in client.generate(prompt_of(tokens), params, name):
+    async for output in client.generate(prompt, params, name):
         yield output
 
 
@@ -157,12 +157,13 @@ async def reset_cache(client: AsyncLLM) -> bool:
 
 
 def reset_encoder_cache(llm: LLM) -> None:
-    """Drop what a vision tower has computed of pictures, which other weights would not.
+    """Drop what a vision tower, if there is one, has computed of pictures, which other weights would not.
 
     A reload of weights empties only the half of this cache that is in the worker, and the next request of a
     known picture would fail.
     """
-    llm.llm_engine.reset_encoder_cache()
+    if llm.llm_engine.model_config.is_multimodal_model:
+        llm.llm_engine.reset_encoder_cache()
 
 
 def worker_of(llm: LLM) -> Any:

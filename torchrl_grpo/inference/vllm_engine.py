@@ -24,9 +24,14 @@ from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes, vllm_compat
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
-from torchrl_grpo.inference.vllm_arguments import engine_options, name_of, vllm_arguments
+from torchrl_grpo.inference.vllm_arguments import (
+    check_prompt_tokens,
+    engine_options,
+    name_of,
+    request_options,
+    vllm_arguments,
+)
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
-from torchrl_grpo.models.loading import load_processor
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.runtime.own_variables import set_own
@@ -46,7 +51,6 @@ class VLLMEngine(SteppingEngine):
         max_model_len: largest number of tokens of prompt and response together.
         gpu_memory_utilization: share of the GPU's memory that vLLM may take.
         engine_args: further arguments of vLLM's ``LLM``.
-        blocked: tokens that are never sampled.
         options: the other arguments of :func:`~torchrl_grpo.inference.vllm_arguments.vllm_arguments`.
 
     Raises:
@@ -64,7 +68,6 @@ class VLLMEngine(SteppingEngine):
         gpu_memory_utilization: float,
         head_dtype: torch.dtype | None = None,
         engine_args: Mapping[str, Any] | None = None,
-        blocked: Sequence[int] = (),
         **options: Any,
     ) -> None:
         # vLLM reads these when it is imported or started. Weights can be loaded in place only in-process.
@@ -130,23 +133,12 @@ class VLLMEngine(SteppingEngine):
         _check_head(self._weights.model, dtype, head_dtype)
         self._names = itertools.count()
         self._running: dict[str, Request] = {}
-        self._blocked = blocked
         self._gpu_memory_utilization = gpu_memory_utilization
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             name = str(next(self._names))
-            parameters = vllm_compat.sampling_params(
-                max_tokens=request.max_new_tokens,
-                temperature=request.temperature,
-                seed=request.seed,
-                logprobs=0,
-                ignore_eos=request.ignore_eos,
-                stop_token_ids=list(request.stop_token_ids),
-                detokenize=False,
-                # As far below the others as vLLM allows: their probability is 0 in float32.
-                logit_bias=dict.fromkeys(self._blocked, -100.0) or None,
-            )
+            parameters = vllm_compat.sampling_params(**request_options(request))
             vllm_compat.add_request(self.llm, name, _prompt(request), parameters)
             self._running[name] = request
 
@@ -156,12 +148,7 @@ class VLLMEngine(SteppingEngine):
         completions = []
         for name, output, length in ended:
             request = self._running.pop(name)
-            if length != len(request.tokens):
-                raise ModelError(
-                    f"inference_model.backend=vllm: vLLM makes {length} tokens of a prompt with pictures of "
-                    f"which the model's processor makes {len(request.tokens)}, so the trainer would score "
-                    "another prompt; write inference_model.backend=transformers"
-                )
+            check_prompt_tokens(request, length)
             completions.append(
                 (request.key, _completion(output.token_ids, output.logprobs, output.finish_reason))
             )
@@ -223,8 +210,7 @@ class VLLMEngine(SteppingEngine):
     def reset_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
-        if self._blocked:
-            vllm_compat.reset_encoder_cache(self.llm)
+        vllm_compat.reset_encoder_cache(self.llm)
 
     def sleep(self) -> None:
         self.llm.sleep(level=2)
@@ -290,5 +276,4 @@ def build(
 ) -> VLLMEngine:
     """Build the engine; see :func:`~torchrl_grpo.inference.build.build_engine`."""
     options = engine_options(cfg, device, max_num_seqs, gpu_memory_utilization, sleeps)
-    pictures = load_processor(source, cfg.model)
-    return VLLMEngine(source, device=device, blocked=() if pictures is None else pictures.blocked, **options)
+    return VLLMEngine(source, device=device, **options)

@@ -58,7 +58,7 @@ def check_pictures(cfg: Config) -> None:
         ),
         (cfg.train_model.compile, "train_model.compile", True, "train_model.compile=false"),
         (
-            cfg.inference_model.backend not in ("vllm", "transformers"),
+            cfg.inference_model.backend == "sglang_server",
             "inference_model.backend",
             cfg.inference_model.backend,
             "inference_model.backend=vllm",

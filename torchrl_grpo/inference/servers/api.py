@@ -56,15 +56,19 @@ class ServerApi(Protocol):
             end_token_ids: tokens that end a response.
         """
 
-    def sampled(self, answer: Any) -> Sampled:
+    def sampled(self, request: Request, answer: Any) -> Sampled:
         """Read the answer to :meth:`generate`.
 
         Args:
+            request: the request.
             answer: object of the type that the call names.
+
+        Raises:
+            ModelError: the server makes other tokens of a prompt with pictures than the model's processor.
         """
 
-    def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
-        """Return the call that asks for the ``top_k`` likeliest next tokens."""
+    def likeliest(self, request: Request, top_k: int) -> Call:
+        """Return the call that asks for the ``top_k`` likeliest next tokens after a prompt."""
 
     def read_likeliest(self, answer: Any, top_k: int) -> Likeliest:
         """Read the answer to :meth:`likeliest`."""

@@ -174,7 +174,8 @@ class ServerEngine(SteppingEngine):
             if isinstance(answer, BaseException):
                 raise answer
             if name is not None:
-                ended.append((self._running.pop(name).key, self._completion(answer)))
+                request = self._running.pop(name)
+                ended.append((request.key, self._completion(request, answer)))
         return ended
 
     def _watch(self) -> None:
@@ -195,8 +196,8 @@ class ServerEngine(SteppingEngine):
             self._lost_at = now + self._timeout_s
             self._connection.send_later(self._api.sign_of_life, partial(self._on_answer, None))
 
-    def _completion(self, answer: Any) -> Completion:
-        sampled = self._api.sampled(answer)
+    def _completion(self, request: Request, answer: Any) -> Completion:
+        sampled = self._api.sampled(request, answer)
         tokens, log_probs = len(sampled.completion.token_ids), len(sampled.completion.log_probs)
         if tokens != log_probs:
             raise ServerLost(
@@ -219,8 +220,8 @@ class ServerEngine(SteppingEngine):
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         rows = []
-        for prompt in probe.prompts:
-            call = self._api.likeliest(prompt, probe.top_k)
+        for request in probe.requests():
+            call = self._api.likeliest(request, probe.top_k)
             answer = self._connection.send(call, timeout_s=self._timeout_s)
             rows.append(self._api.read_likeliest(answer, probe.top_k))
         return ProbeResult(

@@ -74,7 +74,7 @@ class SGLangApi:
             sampling["sampling_seed"] = request.seed
         return replace(_generate(request.tokens, sampling), answer=_Response)
 
-    def sampled(self, answer: _Response) -> Sampled:
+    def sampled(self, request: Request, answer: _Response) -> Sampled:
         about = answer.meta_info
         reason = about.finish_reason.type
         entries = about.output_token_logprobs
@@ -85,8 +85,8 @@ class SGLangApi:
         )
         return Sampled(completion, {span.version for span in about.weight_versions})
 
-    def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
-        return _generate(prompt, {"max_new_tokens": 1, "temperature": 1.0}, top_logprobs_num=top_k)
+    def likeliest(self, request: Request, top_k: int) -> Call:
+        return _generate(request.tokens, {"max_new_tokens": 1, "temperature": 1.0}, top_logprobs_num=top_k)
 
     def read_likeliest(self, answer: Any, top_k: int) -> Likeliest:
         about = answer["meta_info"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from torchrl_grpo.data.pictures import decode, encode
 from torchrl_grpo.inference.protocol import Completion, Request
 from torchrl_grpo.inference.servers.api import Likeliest, Sampled
 from torchrl_grpo.inference.servers.http import Call, ServerConnection
+from torchrl_grpo.inference.vllm_arguments import check_prompt_tokens, request_options
 
 _GENERATE, _CALL = "/inference/v1/generate", "/collective_rpc"
 # vLLM sends this in place of a log-probability that is not finite.
@@ -41,8 +45,13 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span] | None
 
 
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
 class _Response(msgspec.Struct):
     choices: tuple[_Choice]
+    usage: _Usage
 
 
 class VLLMApi:
@@ -53,18 +62,10 @@ class VLLMApi:
 
     def generate(self, request: Request, end_token_ids: Sequence[int]) -> Call:
         """See :class:`ServerApi`. vLLM takes the end tokens from the model's folder."""
-        call = _generate(
-            request.tokens,
-            max_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            ignore_eos=request.ignore_eos,
-            stop_token_ids=list(request.stop_token_ids),
-            logprobs=0,
-        )
-        return replace(call, answer=_Response)
+        return replace(_generate(request, request_options(request)), answer=_Response)
 
-    def sampled(self, answer: _Response) -> Sampled:
+    def sampled(self, request: Request, answer: _Response) -> Sampled:
+        check_prompt_tokens(request, answer.usage.prompt_tokens)
         (choice,) = answer.choices
         completion = Completion(
             choice.token_ids,
@@ -73,9 +74,10 @@ class VLLMApi:
         )
         return Sampled(completion, {span.version for span in choice.weight_versions or ()})
 
-    def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
+    def likeliest(self, request: Request, top_k: int) -> Call:
+        options = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False}
         # The sampled token comes first and counts, whether or not it is among the likeliest.
-        return _generate(prompt, max_tokens=1, temperature=1.0, seed=0, logprobs=top_k + 1)
+        return _generate(request, options | {"logprobs": top_k + 1})
 
     def read_likeliest(self, answer: Any, top_k: int) -> Likeliest:
         entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
@@ -116,8 +118,18 @@ class VLLMApi:
         return list((answer or {}).get("results", ()))
 
 
-def _generate(tokens: Sequence[int], **sampling: Any) -> Call:
-    return Call(_GENERATE, {"token_ids": list(tokens), "sampling_params": {"detokenize": False, **sampling}})
+def _generate(request: Request, sampling: Mapping[str, Any]) -> Call:
+    body = {"token_ids": list(request.written), "sampling_params": sampling}
+    if request.pictures is not None and request.pictures.files:
+        body["content_parts"] = [{"type": "image_url", "url": _url(data)} for data in request.pictures.files]
+    return Call(_GENERATE, body)
+
+
+# The responses to a prompt have the same pictures.
+@lru_cache(maxsize=16)
+def _url(data: bytes) -> str:
+    """Return a picture as a data URL. vLLM itself would not read all that :func:`decode` does in its way."""
+    return "data:image/png;base64," + base64.b64encode(encode(decode(data))).decode()
 
 
 def _log_prob(value: float, rank: int | None) -> float:

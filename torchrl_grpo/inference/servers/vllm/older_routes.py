@@ -1,18 +1,21 @@
 """ASGI middleware with the routes that the servers of older vLLM lack.
 
 It answers as vLLM 0.32 does, as far as :mod:`~torchrl_grpo.inference.servers.engine` reads the answers: token
-ids with log-probabilities and ranks, the number of tokens that came out of a cache, and the weights' name.
+ids with log-probabilities and ranks, the number of tokens of the prompt and of those that came out of a
+cache, and the weights' name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_grpo.data.pictures import decode
 from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.servers.asgi import (
     App,
@@ -73,10 +76,17 @@ class OlderRoutes:
 
     async def _generate(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         began_with = self._version
-        params = vllm_compat.sampling_params(**body["sampling_params"])
+        options = dict(body["sampling_params"])
+        if options.get("logit_bias"):
+            # JSON has no keys but texts.
+            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+        params = vllm_compat.sampling_params(**options)
+        # The content of data URLs.
+        files = [base64.b64decode(part["url"].partition(",")[2]) for part in body.get("content_parts", ())]
+        prompt = vllm_compat.prompt_of(body["token_ids"], [decode(data) for data in files])
         name = f"older-routes-{next(self._names)}"
         done: Any = None
-        async for output in vllm_compat.stream(client, name, body["token_ids"], params):
+        async for output in vllm_compat.stream(client, name, prompt, params):
             done = output
         (choice,) = done.outputs
         # Which token was the first of the newer weights is not known, so the spans have no ends.
@@ -95,7 +105,10 @@ class OlderRoutes:
                     "weight_versions": versions,
                 }
             ],
-            "usage": {"prompt_tokens_details": {"cached_tokens": done.num_cached_tokens}},
+            "usage": {
+                "prompt_tokens": len(done.prompt_token_ids),
+                "prompt_tokens_details": {"cached_tokens": done.num_cached_tokens},
+            },
         }
 
     async def _abort(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
