@@ -29,6 +29,8 @@ _TAGS = [
 ]
 _NAMED, _SHARED_ENDS = 4, 2
 _FLAGS = re.IGNORECASE | re.ASCII
+# How each of them begins, so that most places of a text are passed without trying them all.
+_BEGIN = r"(?=[\[◁t]|<[^<])"
 # For patterns of others. Case and white space make no difference.
 OPENING = f"(?ai:{'|'.join(start for start, _ in _TAGS)})"
 NAMES = f"(?ai:{_S}{_NAME}{_S})"
@@ -37,9 +39,8 @@ NAMES = f"(?ai:{_S}{_NAME}{_S})"
 def _pattern(with_shared_ends: bool) -> re.Pattern[str]:
     ends = _TAGS if with_shared_ends else _TAGS[:-_SHARED_ENDS]
     starts = [f"(?P<open{number}>{start})" for number, (start, _) in enumerate(_TAGS)]
-    return re.compile(
-        "|".join([*starts, *(f"(?P<close{n}>{end})" for n, (_, end) in enumerate(ends))]), _FLAGS
-    )
+    closes = [f"(?P<close{number}>{end})" for number, (_, end) in enumerate(ends)]
+    return re.compile(f"{_BEGIN}(?:{'|'.join([*starts, *closes])})", _FLAGS)
 
 
 _ANY, _OUTSIDE = _pattern(True), _pattern(False)
