@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from forked import FORKING_LAUNCH, ForkedPopen, forks, run_launcher, run_script
+from forked import FORKING_LAUNCH, ForkedPopen, forks, run_script
 from rank_program import CASES, CASES_OF_TWO, COMPILED, MIXED, RELOADED, muon_steps
 from rank_runs import (
     Runs,
@@ -28,6 +28,7 @@ from rank_runs import (
     command,
     grpo_script,
     in_ranks,
+    launch_forks,
     measured_alone,
     metrics,
     one_rank,  # noqa: F401
@@ -503,9 +504,7 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     elif config is None:
         done = command(repo_root, started_by(repo_root, None), said)
     else:
-        file = repo_root / f"config/accelerate/{config}.yaml"
-        words_of_launcher = ("--config_file", file, grpo_script(repo_root), *said)
-        done = run_launcher("accelerate.commands.launch", *words_of_launcher, cwd=repo_root)
+        done = launch_forks(repo_root, config, said)
     # accelerate's launcher has one code for every failure.
     assert done.returncode == (1 if config in ("multi_gpu", "fsdp2") else 2)
     assert done.stderr.count(message) == 1, done.stderr

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_script
+from forked import Finished, run_launcher, run_script
 from rank_program import measure
 from rounding import FACTOR, assert_rounds_alike, float64, relative_error
 
@@ -178,6 +178,13 @@ def started_by(root: Path, launcher: str | None) -> list[str]:
     return [*module, "--config_file", str(root / f"config/accelerate/{launcher}.yaml")]
 
 
+def launch_forks(root: Path, launcher: str, arguments: list[str]) -> Finished:
+    """The command with ``accelerate launch`` and a file of config/accelerate, in forks."""
+    file = root / f"config/accelerate/{launcher}.yaml"
+    said = ("--config_file", file, grpo_script(root), *arguments)
+    return run_launcher("accelerate.commands.launch", *said, cwd=root)
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timings = ("time/", "throughput/", "memory/")
@@ -203,10 +210,15 @@ class Runs:
     model: Path
     one_rank: Path
 
-    def start(self, folder: Path, launcher: str | None, *more: str) -> subprocess.CompletedProcess[str]:
-        """10 steps; started by grpo.py, or by ``accelerate launch`` with a file of config/accelerate."""
+    def start(self, folder: Path, launcher: str, *more: str) -> subprocess.CompletedProcess[str]:
+        """10 steps, started by ``accelerate launch`` with a file of config/accelerate, as a user does it."""
         said = words(self.sums, self.model, folder, *more)
         return self._checked(folder, command(self.root, started_by(self.root, launcher), said))
+
+    def start_forks(self, folder: Path, launcher: str, *more: str) -> subprocess.CompletedProcess[str]:
+        """The same, with launcher and ranks that are forks."""
+        done = launch_forks(self.root, launcher, words(self.sums, self.model, folder, *more))
+        return self._checked(folder, done)
 
     def go_on(
         self, folder: Path, *more: str, step: int = 5, ranks: int = 1
