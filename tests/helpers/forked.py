@@ -48,6 +48,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     "torchrl_grpo.cli.commands",
     "torchrl_grpo.cli.main",
+    "torchrl_grpo.cli.compose",
     "torchrl_grpo.training.job",
     "torchrl_grpo.training.build",
     "torchrl_grpo.rollout.build",
