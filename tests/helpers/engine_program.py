@@ -69,6 +69,9 @@ class Member:
     def asked(self) -> list[Any]:
         return self.ranks.gather(self.own.asked)
 
+    def shared(self, share: str, common: int) -> list[Any]:
+        return self.ranks.gather((share, common))
+
     def deafen(self, rank: int) -> None:
         self.own.deaf = self.ranks.rank == rank
 
@@ -121,6 +124,8 @@ def main(output: Path) -> None:
     shared.load_weights(named_weights(new))
     found["next, woken"] = shared.next_tokens(probe)
     found["asked"] = here.call_all(Member.asked, member)
+    shares = [f"of rank {rank}" for rank in range(here.size)]
+    found["shared"] = here.call_each(Member.shared, member, shares, 7)
     here.call_all(Member.deafen, member, here.size - 1)
     publisher = WeightPublisher(
         new,

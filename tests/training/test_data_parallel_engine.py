@@ -56,6 +56,10 @@ def test_each_prompt_is_one_ranks_and_no_rank_waits(found: dict[str, Any]) -> No
     assert sum(len(asked) == 3 for asked in found["asked"]) == 1
 
 
+def test_each_rank_gets_its_own_share_of_a_call(found: dict[str, Any]) -> None:
+    assert found["shared"] == [(f"of rank {rank}", 7) for rank in range(COUNT)]
+
+
 @pytest.mark.parametrize("when", ["published", "next, woken"])
 def test_all_ranks_answer_with_the_published_weights(found: dict[str, Any], when: str) -> None:
     ours, alone, exact = found[when], found["next, alone"], found["next, exact"]

@@ -2,7 +2,7 @@
 
 Rank 0 runs the program: it grades, decides, publishes, logs and saves. The others hold their part of the
 model, and an engine where ranks generate. They repeat each call that rank 0 makes with
-:meth:`Ranks.call_all`, and otherwise block in a receive.
+:meth:`Ranks.call_all` or :meth:`Ranks.call_each`, and otherwise block in a receive.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import delay_interrupts
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 _R = TypeVar("_R")
 _P = ParamSpec("_P")
 
@@ -95,8 +96,32 @@ class Ranks:
             return function(target, *arguments, **options)
         # Interrupted half way, this rank would leave the others in the middle of a collective call.
         with delay_interrupts(), self.mark_broken_on_error():
-            self.broadcast_object((function, arguments, options))
+            self.broadcast_object((function, False, arguments, options))
             return function(target, *arguments, **options)
+
+    def call_each(
+        self,
+        function: Callable[Concatenate[_T, _S, _P], _R],
+        target: _T,
+        shares: Sequence[_S],
+        *arguments: _P.args,
+        **options: _P.kwargs,
+    ) -> _R:
+        """Like :meth:`call_all`, with one of ``shares`` for each rank, in rank order, after its target.
+
+        A rank receives no share but its own.
+        """
+        if self.size == 1:
+            return function(target, shares[0], *arguments, **options)
+        with delay_interrupts(), self.mark_broken_on_error():
+            self.broadcast_object((function, True, arguments, options))
+            return function(target, self._scatter(shares), *arguments, **options)
+
+    def _scatter(self, shares: Sequence[Any] = ()) -> Any:
+        """Return this rank's of the shares that rank 0 has."""
+        box = [None]
+        dist.scatter_object_list(box, list(shares), src=0, group=self._orders)
+        return box[0]
 
     @contextmanager
     def mark_broken_on_error(self) -> Iterator[None]:
@@ -108,10 +133,11 @@ class Ranks:
             raise
 
     def follow(self, target: object) -> None:
-        """On the others: run what rank 0 runs with :meth:`call_all`, until rank 0 releases them."""
+        """On the others: run what rank 0 runs with ``call_all`` or ``call_each``, until it releases them."""
         while (order := self.recv()) is not None:
-            function, arguments, options = order
-            function(target, *arguments, **options)
+            function, has_share, arguments, options = order
+            share = [self._scatter()] if has_share else []
+            function(target, *share, *arguments, **options)
 
     def release(self) -> None:
         """On rank 0: let the others end :meth:`follow`.
