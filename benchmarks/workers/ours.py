@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 
 from benchmarks.protocol import serve
 from benchmarks.workload import Workload, reward, settle, use_all_cores
 from torchrl_grpo import data, rewards
 from torchrl_grpo.batch.micro_batches import TokenBudget
-from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.batch.schema import build_batch, token_counts
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype
 from torchrl_grpo.data.example import Example
@@ -99,7 +100,7 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
         if record is not None and not record.exists():
             torch.save(_rollouts(groups), record)
         return {
-            "prompt_tokens": groups["masks", "prompt"].sum(-1).double().mean().item(),
+            "prompt_tokens": statistics.fmean(token_counts(groups)[0]),
             "generate": metrics["time/generate_s"],
             "train": metrics["time/train_s"],
             "rest": metrics["time/step_s"] - metrics["time/generate_s"] - metrics["time/train_s"],
@@ -114,11 +115,10 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     return step
 
 
-def _rollouts(groups: TensorDict) -> dict[str, Any]:
-    """A round as plain lists, for ``Workload.rollouts``."""
-    prompts = zip(groups["tokens", "prompt"], groups["masks", "prompt"], strict=True)
+def _rollouts(groups: TensorDictBase) -> dict[str, Any]:
+    """A round, whose responses are equally long, as plain lists, for ``Workload.rollouts``."""
     return {
-        "prompts": [row[mask].tolist() for row, mask in prompts],
+        "prompts": [group["tokens", "prompt"].tolist() for group in groups],
         "responses": groups["tokens", "response"].tolist(),
         "log_probs": groups["log_probs", "response"].tolist(),
         "rewards": groups["next", "reward"].squeeze(-1).tolist(),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from episodes import Record, Talk, check_tokens, problems, record, talking
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -268,7 +268,7 @@ def test_loss_and_gradient_are_those_of_a_loop_over_episodes(
     model.zero_grad()
 
 
-def ours(model: PreTrainedModel, cfg: PolicyConfig, batch: TensorDict, shares_prefix: bool) -> Tensor:
+def ours(model: PreTrainedModel, cfg: PolicyConfig, batch: TensorDictBase, shares_prefix: bool) -> Tensor:
     scorer = TokenScorer(model, shares_prefix=shares_prefix)
     objective, advantage = build_objective(cfg, scorer, [1.0], 150)
     loss: Tensor = objective(advantage.inv(batch))["loss_objective"]

@@ -6,11 +6,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_grpo.batch.micro_batches import TokenBudget, split_evenly
+from torchrl_grpo.batch.schema import collate
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.models.scoring.scores import TokenScores
 from torchrl_grpo.objectives.advantage import GroupAdvantage
@@ -136,6 +137,26 @@ def make_batch(P: int = 4, G: int = 4, L: int = 7, T: int = 6, seed: int = 0, kl
         },
         batch_size=[P],
     )
+
+
+def ragged(batch: TensorDictBase) -> LazyStackedTensorDict:
+    """The groups of a padded batch, each at its own width, as in a round."""
+    return lazy_stack([collate([group])[0] for group in batch.unbind(0)])
+
+
+def size_in_bytes(groups: TensorDictBase) -> int:
+    """Memory of the tensors of groups."""
+    tensors = (value for group in groups.unbind(0) for value in group.values(True, True))
+    return sum(value.numel() * value.element_size() for value in tensors)
+
+
+def assert_same_groups(groups: TensorDictBase, others: TensorDictBase) -> None:
+    """Check that groups, whose widths may differ, have the same entries and numbers."""
+    assert len(groups) == len(others)
+    for group, other in zip(groups.unbind(0), others.unbind(0), strict=True):
+        assert set(group.keys(True, True)) == set(other.keys(True, True))
+        for key in group.keys(True, True):
+            assert group[key].dtype == other[key].dtype and torch.equal(group[key], other[key]), key
 
 
 def make_objective(

@@ -119,7 +119,8 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     batch = batch_of(case)
     with torch.no_grad(), reshard_after(step.network):
         at_start = _probe(step, batch)
-    sums = step.accumulate(batch)
+    shares, totals = step.divide(batch)
+    sums = step.accumulate(shares[ranks.rank], totals)
     storages = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
     gradients = {name: _gradient(p).clone() for name, p in model.named_parameters()}
     # Refused, which changes nothing and drops them.

@@ -20,7 +20,7 @@ from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_arguments import ON_A_CPU, TINY_ENGINE
 
-from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.batch.schema import build_batch, collate
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.errors import ModelError, TrainingStopped
 from torchrl_grpo.inference import vllm_weights
@@ -148,10 +148,11 @@ def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
     episodes = talking(engine, tokenizer, max_turns=4, max_episodes=16)
     found = episodes.generate(prompts, Sampling(4, 96, 1.0, seeds=seeds, problems=given))
     assert check_tokens(prompts, found, calls) > EPISODES, "episodes of one turn test nothing"
-    batch = build_batch(
+    round_ = build_batch(
         prompts, found, torch.zeros(len(given), 4, 1), torch.zeros(len(given), 4, 0),
         torch.zeros(len(given), 4, dtype=torch.int64), 0, 2,
     )  # fmt: skip
+    batch = collate(round_.unbind(0))
     tokens, masks = batch["tokens"], batch["masks"]
     with torch.no_grad():
         scores = TokenScorer(trained.model, 1.0)(

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from batches import assert_same_groups
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchrl_grpo.batch.schema import collate
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
@@ -140,8 +142,7 @@ def assert_same_rounds(one: Any, other: Any) -> None:
         other.responses,
         other.rewards_by_name,
     )
-    for key in one.groups.keys(True, True):
-        assert torch.equal(one.groups[key], other.groups[key]), key
+    assert_same_groups(one.groups, other.groups)
 
 
 def test_iterating_yields_rounds_until_the_turns_are_used(make: Any) -> None:
@@ -166,10 +167,14 @@ def test_a_round_holds_what_was_sampled(make: Any) -> None:
     requests = engine_of(collector).requests
     assert len(requests) == P * G and all(request.temperature == 0.9 for request in requests)
     for p in range(P):
-        prompt = groups["tokens", "prompt"][p][groups["masks", "prompt"][p]]
+        prompt, responses, mask = (
+            groups[p]["tokens", "prompt"],
+            groups[p]["tokens", "response"],
+            groups[p]["masks"],
+        )
         assert collector.source.tokenizer.decode(prompt) == round_.prompts[p]
         for s in range(G):
-            ids = groups["tokens", "response"][p, s][groups["masks", "response"][p, s]]
+            ids = responses[s][mask["response"][s]]
             tokenizer = collector.source.tokenizer
             text = tokenizer.decode(ids).removesuffix(tokenizer.eos_token)
             assert text == round_.responses[p][s]
@@ -196,9 +201,11 @@ def test_the_end_token_belongs_to_the_response_and_masks_go_by_length(make: Any)
     cut = Completion([72, 73, 74, 75, 76, 77], [-0.1] * 6, "length")
     engine_of(collector).script = [[stop, alone, cut], [alone, alone, stop]]
     round_ = collector.rollout()
-    groups = round_.groups
+    groups = collate(round_.groups.unbind(0))
     assert groups["masks", "response"].sum(-1).tolist() == [[3, 1, 6], [1, 1, 3]]
     assert groups["tokens", "response"][0, 0].tolist() == [70, 71, end, end, end, end]
+    # Each group has its own width.
+    assert [group["tokens", "response"].shape for group in round_.groups] == [(3, 6), (3, 3)]
     assert groups["log_probs", "response"][0, 0].tolist() == [-1.0, -2.0, -3.0, 0.0, 0.0, 0.0]
     assert groups["truncated"].squeeze(-1).tolist() == [[False, False, True], [False] * 3]
     # The text that is rewarded has no end token, and an empty answer reports its error in its own place.
@@ -288,8 +295,7 @@ def test_tensordicts_come_one_by_one_and_from_the_iterator(make: Any) -> None:
         assert len(found) == 2
         for groups, round_ in zip(found, whole, strict=True):
             assert groups.batch_size == (P,)
-            for key in round_.groups.keys(True, True):
-                assert torch.equal(groups[key], round_.groups[key]), key
+            assert_same_groups(groups, round_.groups)
     collector = make(turns=P * G)
     assert collector.next() is not None and collector.next() is None and collector.next() is None
 
@@ -337,7 +343,8 @@ def test_weights_that_are_given_sample_the_next_round(make: Any, form: str) -> N
     assert collector.get_policy_version() == collector.policy_version == 1
     one, expected = collector.rollout(), other.rollout()
     assert one.responses == expected.responses and one.responses != make().rollout().responses
-    torch.testing.assert_close(one.groups["log_probs", "response"], expected.groups["log_probs", "response"])
+    for group, other_group in zip(one.groups, expected.groups, strict=True):
+        torch.testing.assert_close(group["log_probs", "response"], other_group["log_probs", "response"])
     assert one.groups["policy_version"].eq(1).all()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
+from torchrl_grpo.batch.schema import collate
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import WorkersLost
@@ -133,7 +134,7 @@ def test_groups_come_with_what_the_trainer_would_have_found(
     scorer = load_reference(config, config.model.name, torch.device("cpu"), None, shares_prefix=True)
     itself = LogProbScorer(scorer, "reference", TokenBudget(4096, True, notify=pytest.fail))
     for round_ in rounds:
-        groups = round_.groups
+        groups = collate(round_.groups.unbind(0))
         found = groups["log_probs", "reference"].clone()
         expected = itself.inv(groups.clone())["log_probs", "reference"]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

@@ -38,7 +38,7 @@ def completion(ids: list[int], reason: str = "stop") -> Completion:
 
 
 def test_build_batch_writes_the_schema() -> None:
-    groups = build_batch(
+    round_ = build_batch(
         [[1, PAD, 3], [4]],
         [[completion([5, PAD]), completion([6], "length")], [completion([PAD]), completion([7, 8, PAD])]],
         torch.arange(4.0).view(2, 2, 1),
@@ -47,10 +47,16 @@ def test_build_batch_writes_the_schema() -> None:
         versions=3,
         pad_token_id=PAD,
     )
-    assert groups.batch_size == (2,)
-    assert groups["tokens", "prompt"].tolist() == [[1, PAD, 3], [PAD, PAD, 4]]
+    assert round_.batch_size == (2,)
+    # Each group is as wide as its own longest response, and prompts have no padding.
+    assert [group["tokens", "prompt"].tolist() for group in round_] == [[1, PAD, 3], [4]]
+    assert round_[0]["tokens", "response"].tolist() == [[5, PAD], [6, PAD]]
+    assert round_["truncated"].squeeze(-1).tolist() == [[False, True], [False, False]]
+    groups = collate(round_.unbind(0))
+    assert groups["tokens", "prompt"].tolist() == [[1, PAD, 3], [0, 0, 4]]
     assert groups["masks", "prompt"].tolist() == [[True] * 3, [False, False, True]]
     assert groups["tokens", "response"][1].tolist() == [[PAD] * 3, [7, 8, PAD]]
+    assert groups["versions", "response"][0].tolist() == [[3, 3, 0], [3, 0, 0]]
     # The end token counts although it is also the pad token.
     assert groups["masks", "response"].sum(-1).tolist() == [[2, 1], [1, 3]]
     assert groups["log_probs", "response"][0].tolist() == [[-0.5, -1.0, 0.0], [-0.5, 0.0, 0.0]]

@@ -19,6 +19,7 @@ from tiny_runs import Runner, config, without_eval  # noqa: F401  fixtures
 from tiny_runs import train as train_sync  # noqa: F401
 from torch import Tensor
 
+from torchrl_grpo.batch.schema import collate
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ModelError, TrainingStopped, WorkersLost
@@ -155,7 +156,7 @@ def test_responses_that_new_weights_cut_keep_their_log_probs_and_know_their_vers
     honest = buffer.GroupBuffer.replace_contents
 
     def watched(self: buffer.GroupBuffer, batch: Any) -> None:
-        seen.append(batch.clone())
+        seen.append(collate(batch.unbind(0)))
         honest(self, batch)
 
     monkeypatch.setattr(buffer.GroupBuffer, "replace_contents", watched)

@@ -59,8 +59,8 @@ def test_a_checkpoint_written_during_the_next_step_is_the_one_written_at_once(
 
     steps = iter(range(3))
 
-    def accumulate_and_say(self: OptimizerStep, batch: Any) -> dict[str, float]:
-        sums = accumulate(self, batch)
+    def accumulate_and_say(self: OptimizerStep, *part: Any) -> dict[str, float]:
+        sums = accumulate(self, *part)
         # Gradients of the next step are there, and its update waits.
         begun[next(steps)].set()
         return sums
@@ -115,11 +115,11 @@ def test_a_run_whose_workers_are_lost_is_saved_after_a_write_that_failed(
             raise OSError(errno.ENOSPC, "No space left on device")
         fill(tmp_dir, step, *rest)
 
-    def lose(self: OptimizerStep, batch: Any) -> dict[str, float]:
+    def lose(self: OptimizerStep, *part: Any) -> dict[str, float]:
         if self.scheduler.last_epoch == 1:
             lost.set()
             raise WorkersLost("they are gone")
-        return accumulate(self, batch)
+        return accumulate(self, *part)
 
     monkeypatch.setattr(checkpoint, "_fill", fail_once)
     monkeypatch.setattr(OptimizerStep, "accumulate", lose)
@@ -174,10 +174,10 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
         said.append(text)
         interrupted.set()
 
-    def interrupt(self: OptimizerStep, batch: Any) -> dict[str, float]:
+    def interrupt(self: OptimizerStep, *part: Any) -> dict[str, float]:
         if self.scheduler.last_epoch == 1:
             raise KeyboardInterrupt
-        return accumulate(self, batch)
+        return accumulate(self, *part)
 
     accumulate = OptimizerStep.accumulate
     monkeypatch.setattr(checkpoint, "_fill", fill_later)

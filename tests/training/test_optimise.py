@@ -283,7 +283,8 @@ def test_a_step_casts_each_weight_once_and_its_gradients_are_those_of_casts_in_e
             # Groups without a gradient come first, and their copies have none.
             batch = make_batch(P=4, G=4)
             batch["advantage"][0] = 0.0
-            step.accumulate(batch)
+            shares, totals = step.divide(batch)
+            step.accumulate(shares[0], totals)
         return casts.count - len(matrices), [p.grad for p in model.parameters() if p.grad is not None]
 
     once, expected = gradients(1)

@@ -9,12 +9,12 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate.utils.memory import clear_device_cache
 from tensordict import TensorDictBase
 
-from torchrl_grpo.batch.schema import PICTURE_KEYS, PROMPT_KEYS, token_counts, trim
+from torchrl_grpo.batch.schema import PICTURE_KEYS, PROMPT_KEYS, collate, pack, token_counts, unpack
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.runtime.oom import ran_out_of_memory, stop_on_oom
 
@@ -35,13 +35,41 @@ class MicroBatch:
     samples: slice
 
     def select(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return this piece of ``batch``, trimmed to its longest prompt and response."""
-        piece = batch[list(self.rows)]
+        """Return this piece of ``batch``, padded to its longest prompt and response."""
+        groups = [batch[row] for row in self.rows]
         if self.samples != slice(None):
-            piece = piece.named_apply(
-                lambda key, t: t if key in _OF_GROUPS else t[:, self.samples], nested_keys=True
-            )
-        return trim(piece)
+            groups = [
+                group.named_apply(
+                    lambda key, t: t if key in _OF_GROUPS else t[self.samples], nested_keys=True
+                )
+                for group in groups
+            ]
+        return collate(groups)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one training rank gets of a batch.
+
+    Attributes:
+        rows: indices of its groups in the batch.
+        groups: its groups. A rank without any has one response of the batch, for passes through the model in
+            which all ranks take part.
+    """
+
+    rows: list[int]
+    groups: TensorDictBase
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _share_of_packed, (self.rows, pack(self.groups))
+
+
+def _share_of_packed(rows: list[int], packed: dict[str, Any]) -> Share:
+    return Share(rows, unpack(packed))
+
+
+# A micro-batch that every share has.
+DUMMY_MICRO_BATCH = MicroBatch((0,), slice(0, 1))
 
 
 class TokenBudget:
@@ -117,6 +145,27 @@ class TokenBudget:
         """Return the cost of each group of ``batch`` in tokens."""
         prompts, responses = token_counts(batch)
         return [self._cost(MicroBatch((row,), slice(None)), prompts, responses) for row in range(len(batch))]
+
+    def divide(
+        self, batch: TensorDictBase, ranks: int, kinds: Iterable[Sequence[int]] | None = None
+    ) -> list[Share]:
+        """Divide the groups of a batch among training ranks, so that each has about the same cost.
+
+        Args:
+            batch: groups as in :mod:`~torchrl_grpo.batch.schema`.
+            ranks: number of ranks.
+            kinds: rows of the batch. Those of each kind are divided by themselves. None is all rows.
+        """
+        costs = self.costs(batch)
+        rows: list[list[int]] = [[] for _ in range(ranks)]
+        for kind in [range(len(batch))] if kinds is None else kinds:
+            for own, places in zip(
+                rows, partition_balanced([costs[row] for row in kind], ranks), strict=True
+            ):
+                own += [kind[place] for place in places]
+        return [
+            Share(sorted(own), batch[sorted(own)] if own else DUMMY_MICRO_BATCH.select(batch)) for own in rows
+        ]
 
     @contextmanager
     def explain_oom(self) -> Iterator[None]:

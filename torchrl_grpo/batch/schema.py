@@ -2,6 +2,11 @@
 
 The batch size is ``[P]``. An entry is a whole group: one prompt and its G responses.
 
+A round is a lazy stack of groups, each as wide as its own longest response. L, T and B differ between groups,
+so an entry with one of them is read from each group by itself (``[group["tokens", "response"] for group in
+groups]``). :func:`collate` pads groups to one width, as in a micro-batch. A padded batch may take the place
+of a lazy stack everywhere.
+
 =============================  ==============  =======  ====================================================
 key                            shape           dtype    meaning
 =============================  ==============  =======  ====================================================
@@ -41,16 +46,16 @@ several parts reports beside its score (:class:`~torchrl_grpo.rewards.types.Resp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Answered
-from torchrl_grpo.models.scoring.padding import join_files, pad_left, pad_right
+from torchrl_grpo.models.scoring.padding import join_files, pad_right
 
 # Entries of the group, without an axis for its G responses.
 PROMPT_KEYS = (("tokens", "prompt"), ("masks", "prompt"))
@@ -78,8 +83,8 @@ def build_batch(
     versions: int | Sequence[Sequence[Sequence[int]]],
     pad_token_id: int,
     files: Sequence[Sequence[bytes]] | None = None,
-) -> TensorDict:
-    """Build the TensorDict described above from the rollouts of one round.
+) -> LazyStackedTensorDict:
+    """Build the lazy stack described above from the rollouts of one round.
 
     Args:
         prompts: token ids of P prompts.
@@ -91,119 +96,136 @@ def build_batch(
         pad_token_id: value of the padding, which never affects a result.
         files: encoded pictures of the P prompts; None for a model of text.
     """
-    P, G = len(completions), len(completions[0])
-    flat = [completion for group in completions for completion in group]
-    log_probs, response_mask = pad_right([c.log_probs for c in flat], 0.0, torch.float32)
-    by_token, oldest, newest = _versions(versions, response_mask)
-    sampled, _ = pad_right(
-        [[True] * len(c.token_ids) if c.sampled is None else c.sampled for c in flat], False, torch.bool
-    )
-    batch = TensorDict(
-        {
-            **tokens_of(prompts, [[c.token_ids for c in group] for group in completions], pad_token_id),
-            "log_probs": TensorDict({"response": log_probs.view(P, G, -1)}, [P]),
-            "next": TensorDict({"reward": rewards, "reward_parts": reward_parts}, [P]),
-            "truncated": torch.tensor([c.finish_reason == "length" for c in flat]).view(P, G, 1),
-            "policy_version": oldest.view(P, G),
-            "newest_policy_version": newest.view(P, G),
-            "versions": TensorDict({"response": by_token.view(P, G, -1)}, [P]),
-            "group_id": group_id,
-        },
-        batch_size=[P],
-    )
-    if files is not None:
-        batch["pictures"] = pictures_entry(files)
-    return batch.set(("masks", "sampled"), sampled.view(P, G, -1))
+    groups = []
+    for number, (prompt, siblings) in enumerate(zip(prompts, completions, strict=True)):
+        group = tokens_of(prompt, [c.token_ids for c in siblings], pad_token_id)
+        log_probs, mask = pad_right([c.log_probs for c in siblings], 0.0, torch.float32)
+        own = versions if isinstance(versions, int) else versions[number]
+        by_token, oldest, newest = _versions(own, mask)
+        group["masks", "sampled"], _ = pad_right(
+            [[True] * len(c.token_ids) if c.sampled is None else c.sampled for c in siblings],
+            False,
+            torch.bool,
+        )
+        group["log_probs"] = {"response": log_probs}
+        group["next"] = {"reward": rewards[number], "reward_parts": reward_parts[number]}
+        group["truncated"] = torch.tensor([[c.finish_reason == "length"] for c in siblings])
+        group["policy_version"], group["newest_policy_version"] = oldest, newest
+        group["versions"] = {"response": by_token}
+        group["group_id"] = group_id[number]
+        if files is not None:
+            group["pictures"] = pictures_entry(files[number])
+        groups.append(group)
+    return lazy_stack(groups)
 
 
-def pictures_entry(files: Sequence[Sequence[bytes]]) -> TensorDict:
-    """Build the entry ``pictures`` of the encoded pictures of P prompts."""
-    packed, sizes = join_files(files)
-    return TensorDict({"files": packed, "sizes": sizes}, [len(files)])
+def pictures_entry(files: Sequence[bytes]) -> dict[str, Tensor]:
+    """Build the entry ``pictures`` of a group from the encoded pictures of its prompt."""
+    packed, sizes = join_files([files])
+    return {"files": packed[0], "sizes": sizes[0]}
 
 
 def picture_inputs(batch: TensorDictBase) -> dict[str, Tensor]:
-    """Return the arguments of a scorer for the pictures of a batch; empty for a model of text."""
+    """Return the arguments of a scorer for the pictures of a padded batch; empty for a model of text."""
     files = batch.get(_FILES, None)
     return {} if files is None else {"files": files, "file_sizes": batch[_FILE_SIZES]}
 
 
 def sampled_mask(batch: TensorDictBase) -> Tensor:
-    """Return ``[P, G, T]`` bool, True on tokens that the model sampled.
+    """Return ``[..., G, T]`` bool, True on tokens of a group or a padded batch that the model sampled.
 
-    Batches of older checkpoints have no ``("masks", "sampled")``: there, all response tokens were sampled.
+    Groups of older checkpoints have no ``("masks", "sampled")``: there, all response tokens were sampled.
     """
     mask: Tensor = batch.get(("masks", "sampled"), batch["masks", "response"])
     return mask
 
 
-def tokens_of(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], pad_token_id: int
-) -> dict[str, TensorDict]:
-    """Build the entries ``tokens`` and ``masks``, which a scorer reads, of P prompts and G responses each."""
-    P, G = len(responses), len(responses[0])
-    prompt, prompt_mask = pad_left(prompts, pad_token_id)
-    response, response_mask = pad_right(
-        [token_ids for group in responses for token_ids in group], pad_token_id, torch.int64
-    )
-    return {
-        "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),
-        "masks": TensorDict({"prompt": prompt_mask, "response": response_mask.view(P, G, -1)}, [P]),
+def sampled_counts(groups: TensorDictBase) -> Tensor:
+    """Count the tokens of each response that the model sampled: ``[P, G]`` int64."""
+    return torch.stack([sampled_mask(group).sum(-1) for group in groups.unbind(0)])
+
+
+def tokens_of(prompt: Sequence[int], responses: Sequence[Sequence[int]], pad_token_id: int) -> TensorDict:
+    """Build a group with the entries that a scorer reads, ``tokens`` and ``masks``.
+
+    Args:
+        prompt: token ids of the prompt.
+        responses: token ids of G responses.
+        pad_token_id: value of the padding.
+    """
+    response, mask = pad_right(responses, pad_token_id, torch.int64)
+    entries = {
+        "tokens": {"prompt": torch.tensor(prompt, dtype=torch.int64), "response": response},
+        "masks": {"prompt": torch.ones(len(prompt), dtype=torch.bool), "response": mask},
     }
+    return TensorDict(entries, [])
 
 
-def _versions(
-    versions: int | Sequence[Sequence[Sequence[int]]], mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return versions of tokens ``[N, T]``, 0 on padding, and each row's minimum and maximum ``[N]``."""
+def _versions(versions: int | Sequence[Sequence[int]], mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return versions of tokens ``[G, T]``, 0 on padding, and each row's minimum and maximum ``[G]``."""
     if isinstance(versions, int):
         same = torch.full(mask.shape[:1], versions, dtype=torch.int64)
         return same[:, None] * mask, same, same.clone()
-    rows = [row for group in versions for row in group]
-    by_token, _ = pad_right(rows, 0, torch.int64)
-    oldest = [min(row, default=torch.iinfo(torch.int64).max) for row in rows]
-    newest = [max(row, default=0) for row in rows]
+    by_token, _ = pad_right(versions, 0, torch.int64)
+    oldest = [min(row, default=torch.iinfo(torch.int64).max) for row in versions]
+    newest = [max(row, default=0) for row in versions]
     return by_token, torch.tensor(oldest), torch.tensor(newest)
 
 
-def token_counts(batch: TensorDictBase) -> tuple[list[int], list[list[int]]]:
+def token_counts(groups: TensorDictBase) -> tuple[list[int], list[list[int]]]:
     """Count the real tokens of P prompts, and of the G responses to each."""
-    return batch["masks", "prompt"].sum(-1).tolist(), batch["masks", "response"].sum(-1).tolist()
+    masks = [group["masks"] for group in groups.unbind(0)]
+    return [int(mask["prompt"].sum()) for mask in masks], [
+        mask["response"].sum(-1).tolist() for mask in masks
+    ]
 
 
-def trim(batch: TensorDictBase) -> TensorDictBase:
-    """Trim the padding of a batch to its longest prompt and response."""
-    prompts, responses = token_counts(batch)
-    return _fit_all(batch, max(prompts), max(max(row) for row in responses), {})
+def set_rows(groups: TensorDictBase, key: NestedKey, rows: Iterable[Tensor]) -> TensorDictBase:
+    """Set an entry of each of P groups, whose widths may differ, and return the groups."""
+    if not isinstance(groups, LazyStackedTensorDict):
+        return groups.set(key, torch.stack(list(rows)))
+    for group, row in zip(groups.tensordicts, rows, strict=True):
+        group.set(key, row)
+    return groups
 
 
 def collate(groups: Sequence[TensorDictBase]) -> TensorDict:
-    """Stack groups of any width into a batch ``[P]``, trimmed to its longest prompt and response."""
+    """Stack groups of any width into a batch ``[P]`` as wide as its longest prompt and response."""
     prompt_width = max(int(group["masks", "prompt"].sum()) for group in groups)
     response_width = max(int(group["masks", "response"].sum(-1).max()) for group in groups)
-    widths = {
-        key: max(group[key].shape[-1] for group in groups)
-        for key in PICTURE_KEYS
-        if key in groups[0].keys(include_nested=True)
-    }
-    fitted = [_fit_all(group, prompt_width, response_width, widths) for group in groups]
-    return torch.stack(fitted).contiguous()
 
+    def fit(key: NestedKey, values: Tensor) -> Tensor:
+        if key in PROMPT_KEYS:
+            return _fit(values.flip(-1), prompt_width).flip(-1)
+        if key in PICTURE_KEYS:
+            return _fit(values, max(group[key].shape[-1] for group in groups))
+        return _fit(values, response_width) if key in _RIGHT_PADDED else values
 
-def _fit_all(
-    groups: TensorDictBase, prompt_width: int, response_width: int, picture_widths: Mapping[NestedKey, int]
-) -> TensorDictBase:
-    fitted = groups.clone(recurse=False)
-    for key, width in picture_widths.items():
-        fitted.set(key, _fit(groups[key], width))
-    for key in PROMPT_KEYS:
-        fitted.set(key, _fit(groups[key].flip(-1), prompt_width).flip(-1))
-    for key in _RIGHT_PADDED:
-        if key in groups.keys(include_nested=True):
-            fitted.set(key, _fit(groups[key], response_width))
-    return fitted
+    return torch.stack([group.named_apply(fit, nested_keys=True) for group in groups]).contiguous()
 
 
 def _fit(tensor: Tensor, width: int) -> Tensor:
     """Cut or zero-pad the last axis to ``width``. Only padding is cut."""
     return F.pad(tensor[..., :width], (0, max(0, width - tensor.shape[-1])))
+
+
+def pack(groups: TensorDictBase) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return for each key the shapes of all groups, and their values one after the other.
+
+    A file or a message takes longer for many small tensors than for a few large ones.
+    """
+    rows = [dict(group.flatten_keys("/").items()) for group in groups.unbind(0)]
+    return {
+        key: (torch.tensor([row[key].shape for row in rows]), torch.cat([row[key].flatten() for row in rows]))
+        for key in rows[0]
+    }
+
+
+def unpack(packed: Mapping[str, tuple[Tensor, Tensor]]) -> LazyStackedTensorDict:
+    """Undo :func:`pack`. The groups share the memory of ``packed``."""
+    columns = []
+    for shapes, values in packed.values():
+        parts = values.split(shapes.prod(-1).tolist())
+        columns.append([part.view(shape) for part, shape in zip(parts, shapes.tolist(), strict=True)])
+    rows = (dict(zip(packed, row, strict=True)) for row in zip(*columns, strict=True))
+    return lazy_stack([TensorDict(row, []).unflatten_keys("/") for row in rows])

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_grpo.batch.schema import sampled_mask
+from torchrl_grpo.batch.schema import sampled_counts, sampled_mask, set_rows
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.objectives.kl import kl_estimate
@@ -205,7 +205,7 @@ class GroupAdvantage(Transform):
         return torch.stack([self._is_constant(part) for part in weighted_parts]).all(0)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        cfg, mask = self.cfg, sampled_mask(tensordict)
+        cfg = self.cfg
         penalty = self._overlong(tensordict)
         if cfg.kl_in == "reward" and self.kl.in_use:
             penalty = penalty - self.kl.value * self._divergence(tensordict)
@@ -213,14 +213,16 @@ class GroupAdvantage(Transform):
             advantage = self._decoupled(tensordict, penalty)
         else:
             advantage = self._from_sum(tensordict, penalty)
-        loss_mask = mask
+        learned = torch.ones((*advantage.shape, 1), dtype=torch.bool, device=advantage.device)
         if cfg.overlong == "mask":
-            loss_mask = loss_mask & ~tensordict["truncated"]
+            learned = learned & ~tensordict["truncated"]
         if cfg.constant_groups != "keep":
-            loss_mask = loss_mask & ~self.no_signal_mask(tensordict)[:, None, None]
-        tensordict.set(("masks", "loss"), loss_mask)
-        return tensordict.set(
-            "advantage", advantage.to(tensordict["log_probs", "response"].dtype).unsqueeze(-1)
+            learned = learned & ~self.no_signal_mask(tensordict)[:, None, None]
+        groups = tensordict.unbind(0)
+        masks = [sampled_mask(group) & own for group, own in zip(groups, learned, strict=True)]
+        dtype = groups[0]["log_probs", "response"].dtype
+        return set_rows(tensordict, ("masks", "loss"), masks).set(
+            "advantage", advantage.to(dtype).unsqueeze(-1)
         )
 
     def _shape_rewards(self, rewards: Tensor) -> Tensor:
@@ -249,7 +251,7 @@ class GroupAdvantage(Transform):
         return shaped + penalty, rounding + rounding_error(penalty, _EPSILON)
 
     def _overlong(self, tensordict: TensorDictBase) -> Tensor:
-        lengths = tensordict["masks", "response"].sum(-1).double()
+        lengths = torch.stack([group["masks", "response"].sum(-1) for group in tensordict.unbind(0)]).double()
         if self.cfg.overlong != "penalise":
             return torch.zeros_like(lengths)
         # DAPO's own ratio: 4,096 of 20,480 tokens.
@@ -259,9 +261,12 @@ class GroupAdvantage(Transform):
 
     def _divergence(self, tensordict: TensorDictBase) -> Tensor:
         """Return the KL to the reference, summed over each response: ``[P, G]``, nats."""
-        policy, reference = (tensordict["log_probs", name].double() for name in ("response", "reference"))
-        per_token = kl_estimate(policy, reference, self.cfg.kl_estimator)
-        return per_token.masked_fill(~sampled_mask(tensordict), 0.0).sum(-1)
+        sums = []
+        for group in tensordict.unbind(0):
+            policy, reference = (group["log_probs", name].double() for name in ("response", "reference"))
+            per_token = kl_estimate(policy, reference, self.cfg.kl_estimator)
+            sums.append(per_token.masked_fill(~sampled_mask(group), 0.0).sum(-1))
+        return torch.stack(sums)
 
     def _from_sum(self, tensordict: TensorDictBase, penalty: Tensor) -> Tensor:
         cfg = self.cfg
@@ -291,12 +296,17 @@ class GroupAdvantage(Transform):
         )
 
     def _maxent(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
-        cfg, mask = self.cfg, sampled_mask(tensordict)
+        cfg = self.cfg
         ref_log_probs = torch.zeros_like(rewards)
         if self.kl.in_use:
-            ref_log_probs = tensordict["log_probs", "reference"].double().masked_fill(~mask, 0.0).sum(-1)
+            ref_log_probs = torch.stack(
+                [
+                    group["log_probs", "reference"].double().masked_fill(~sampled_mask(group), 0.0).sum(-1)
+                    for group in tensordict.unbind(0)
+                ]
+            )
             if cfg.length_normalize_ref:
-                ref_log_probs = ref_log_probs / mask.sum(-1).clamp(min=1)
+                ref_log_probs = ref_log_probs / sampled_counts(tensordict).clamp(min=1)
         weights = listwise_weights(
             rewards,
             ref_log_probs,

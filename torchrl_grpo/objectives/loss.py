@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from torchrl_grpo.batch.schema import picture_inputs
+from torchrl_grpo.batch.schema import collate, picture_inputs
 from torchrl_grpo.config.derived import initial_kl_coef
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -205,7 +205,7 @@ class GroupPolicyLoss(LossModule):
         """Compute the loss terms of one micro-batch.
 
         Args:
-            tensordict: micro-batch ``[P]`` of groups.
+            tensordict: micro-batch ``[P]`` of groups. Those of a round are padded here.
             totals: counts of the whole optimizer batch; None counts this batch.
 
         Returns:
@@ -230,6 +230,8 @@ class GroupPolicyLoss(LossModule):
             ValueError: the actor gives no log-probabilities, or no entropy although the bonus needs it.
         """
         keys = self.tensor_keys
+        if isinstance(tensordict, LazyStackedTensorDict):
+            tensordict = collate(tensordict.tensordicts)
         log_probs, entropy, candidates = self._score(tensordict)
 
         def get(key: NestedKey) -> Tensor:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs.transforms import Transform
 
-from torchrl_grpo.batch.schema import collate
+from torchrl_grpo.batch.schema import pack, unpack
 
 
 class GroupBuffer:
@@ -31,7 +32,7 @@ class GroupBuffer:
         self.buffer = ReplayBuffer(
             storage=LazyStackStorage(capacity),
             sampler=SamplerWithoutReplacement(drop_last=False, shuffle=True),
-            collate_fn=_collate,
+            collate_fn=lambda groups: groups,
             batch_size=groups_per_batch,
             generator=torch.Generator().manual_seed(seed),
         )
@@ -44,31 +45,32 @@ class GroupBuffer:
         self.buffer.empty()
         self.buffer.extend(groups)
 
-    def sample(self) -> TensorDict:
-        """The next optimizer batch, as narrow as its longest prompt and response."""
+    def sample(self) -> TensorDictBase:
+        """The next optimizer batch. Nothing is copied, so its groups must not be changed."""
         return self.buffer.sample()
 
-    def contents(self) -> TensorDict:
-        """All groups held, in the order they came."""
-        return collate(list(self.buffer[:]))
+    def contents(self) -> TensorDictBase:
+        """All groups held, in the order they came. Nothing is copied."""
+        return self.buffer[:]
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, the order still to be sampled, and its generator, as tensors and plain values."""
-        groups = self.buffer[:] if len(self.buffer) else []
-        held = [dict(group.flatten_keys("/").items()) for group in groups]
+        held = pack(self.contents()) if len(self.buffer) else {}
         sampler = self.buffer._sampler.state_dict()
         return {"groups": held, "sampler": dict(sampler), "generator": self.buffer._rng.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state returned by :meth:`state_dict`."""
+        """Restore the state returned by :meth:`state_dict`, or one of an older checkpoint."""
         self.buffer.empty()
-        groups = [TensorDict(group, []).unflatten_keys("/") for group in state["groups"]]
-        if groups:
+        held = state["groups"]
+        if held:
+            # Checkpoints of earlier versions have a list of groups.
+            groups = unpack(held) if isinstance(held, dict) else lazy_stack(list(map(_unflattened, held)))
             # Straight into the storage: the write transforms have already run on these.
-            self.buffer._extend(torch.stack(groups))
+            self.buffer._extend(groups)
         self.buffer._sampler.load_state_dict(state["sampler"])
         self.buffer._rng.set_state(state["generator"])
 
 
-def _collate(sample: TensorDictBase) -> TensorDict:
-    return collate(list(sample.unbind(0)))
+def _unflattened(group: dict[str, Tensor]) -> TensorDict:
+    return TensorDict(group, []).unflatten_keys("/")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tensordict import TensorDict
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
-from torchrl_grpo.batch.schema import collate
 from torchrl_grpo.rollout.round import Round
 
 
 def collect_with_signal(
     rollout: Callable[[bool], Round],
-    no_signal_mask: Callable[[TensorDict], Tensor],
+    no_signal_mask: Callable[[TensorDictBase], Tensor],
     max_refills: int,
     observe: Callable[[Round], object] = lambda _: None,
     discard: Callable[[Round, list[str]], object] = lambda round_, reasons: None,
@@ -75,7 +74,7 @@ def _assemble_round(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) 
         (number, row) for number, group in chosen for row in range(group * samples, (group + 1) * samples)
     ]
     return Round(
-        groups=collate([rounds[number].groups[group] for number, group in chosen]),
+        groups=lazy_stack([rounds[number].groups[group] for number, group in chosen]),
         prompts=[rounds[number].prompts[group] for number, group in chosen],
         responses=[rounds[number].responses[group] for number, group in chosen],
         rewards_by_name=[rounds[number].rewards_by_name[row] for number, row in rows],

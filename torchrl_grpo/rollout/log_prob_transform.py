@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced
-from torchrl_grpo.batch.schema import picture_inputs, sampled_mask
+from torchrl_grpo.batch.schema import picture_inputs, sampled_mask, set_rows
 from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, output_head
 
@@ -47,6 +47,19 @@ def _inputs(piece: TensorDictBase) -> tuple[Tensor, ...]:
     )
 
 
+def write_rows(rows: Sequence[Tensor], micro: MicroBatch, values: Tensor) -> None:
+    """Write the values of a micro-batch into those of its groups.
+
+    Args:
+        rows: values of each group of the batch, ``[G, ..., T]``.
+        micro: the micro-batch.
+        values: ``[P, G, ..., T]`` of its P groups and G responses each, 0 on padding.
+    """
+    for row, part in zip(micro.rows, values.cpu(), strict=True):
+        width = min(part.shape[-1], rows[row].shape[-1])
+        rows[row][micro.samples, ..., :width] = part[..., :width]
+
+
 class LogProbWriter(Transform, ABC):
     """Write-side transform that adds ``("log_probs", name)`` ``[P, G, T]``; subclasses compute it.
 
@@ -59,15 +72,15 @@ class LogProbWriter(Transform, ABC):
         self.name = name
 
     @abstractmethod
-    def compute(self, groups: TensorDictBase) -> Tensor:
-        """Log-probabilities ``[P, G, T]`` of the responses."""
+    def compute(self, groups: TensorDictBase) -> list[Tensor]:
+        """Log-probabilities ``[G, T]`` of the responses of each group."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return what is read as it is."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return tensordict.set(("log_probs", self.name), self.compute(tensordict))
+        return set_rows(tensordict, ("log_probs", self.name), self.compute(tensordict))
 
 
 class LogProbScorer(LogProbWriter):
@@ -114,26 +127,28 @@ class LogProbScorer(LogProbWriter):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         groups = tensordict
         if TEACHER_PROMPT in tensordict.keys(include_nested=True):
-            groups = tensordict.clone(recurse=False)
-            groups["tokens", "prompt"] = tensordict.pop(TEACHER_PROMPT)
-            groups["masks", "prompt"] = tensordict.pop(TEACHER_PROMPT_MASK)
-            groups = groups.exclude(TEACHER_PROMPT, TEACHER_PROMPT_MASK)
-        log_probs, *top = self._compute(groups)
-        for key, values in zip((CANDIDATES, CANDIDATE_LOG_PROBS), top, strict=False):
-            tensordict.set(key, values)
-        return tensordict.set(("log_probs", self.name), log_probs)
+            groups = lazy_stack([group.clone(recurse=False) for group in tensordict.unbind(0)])
+            for group in groups.unbind(0):
+                group["tokens", "prompt"] = group.pop(TEACHER_PROMPT)
+                group["masks", "prompt"] = group.pop(TEACHER_PROMPT_MASK)
+            tensordict = tensordict.exclude(TEACHER_PROMPT, TEACHER_PROMPT_MASK)
+        keys = ("log_probs", self.name), CANDIDATES, CANDIDATE_LOG_PROBS
+        for key, rows in zip(keys, self._compute(groups), strict=False):
+            tensordict = set_rows(tensordict, key, rows)
+        return tensordict
 
-    def compute(self, groups: TensorDictBase) -> Tensor:
-        """Log-probabilities ``[P, G, T]`` of the responses."""
+    def compute(self, groups: TensorDictBase) -> list[Tensor]:
+        """Log-probabilities ``[G, T]`` of the responses of each group."""
         return self._compute(groups)[0]
 
-    def _compute(self, groups: TensorDictBase) -> list[Tensor]:
+    def _compute(self, groups: TensorDictBase) -> list[list[Tensor]]:
         """Log-probabilities of the responses and, with ``top_k``, candidates and their log-probabilities."""
-        P, G, T = groups["masks", "response"].shape
-        written = [torch.zeros(P, G, T)]
+        shapes = [group["masks", "response"].shape for group in groups.unbind(0)]
+        written = [[torch.zeros(shape) for shape in shapes]]
         if self.top_k:
-            shape = P, G, self.top_k, T
-            written += [torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)]
+            of_top = [(G, self.top_k, T) for G, T in shapes]
+            written.append([torch.zeros(shape, dtype=torch.int64) for shape in of_top])
+            written.append([torch.zeros(shape) for shape in of_top])
 
         # Gradients are switched off for a thread, not for the process.
         @torch.no_grad()
@@ -147,7 +162,7 @@ class LogProbScorer(LogProbWriter):
             share = [MicroBatch(tuple(rows), slice(None))] if rows else []
             for micro, parts in budget.run(groups, score, undo=lambda: None, pieces=share):
                 for whole, part in zip(written, parts, strict=True):
-                    whole[list(micro.rows), micro.samples, ..., : part.shape[-1]] = part.cpu()
+                    write_rows(whole, micro, part)
 
         shares = partition_balanced(self.budget.costs(groups), len(self.scorers))
         scorers, budgets = zip(*self.scorers, strict=True)

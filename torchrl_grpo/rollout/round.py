@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.batch.schema import build_batch, picture_inputs, sampled_mask
+from torchrl_grpo.batch.schema import PICTURE_KEYS, build_batch, sampled_counts
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.pictures import by_name
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.models.scoring.padding import pad_left, pad_right, split_files
+from torchrl_grpo.models.scoring.padding import pad_right, split_files
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.log_prob_transform import (
     CANDIDATE_LOG_PROBS,
@@ -60,7 +60,7 @@ class Round:
         seconds: seconds that the trainer spent on each phase of the round, by metric name.
     """
 
-    groups: TensorDict
+    groups: TensorDictBase
     prompts: list[str]
     responses: list[list[str]]
     rewards_by_name: list[dict[str, float]]
@@ -139,14 +139,14 @@ def build_round(
         pad_token_id,
         None if pictures[0] is None else [each.files if each else () for each in pictures],
     )
-    rows = [row for scored in groups for row in scored.reference or ()]
-    prompts_of_teacher = [scored.group.teacher_prompt for scored in groups]
-    if rows:
-        _set_reference(batch, rows)
-    elif None not in prompts_of_teacher:
-        batch[TEACHER_PROMPT], batch[TEACHER_PROMPT_MASK] = pad_left(
-            [prompt for prompt in prompts_of_teacher if prompt is not None], pad_token_id
-        )
+    count = _num_candidates(groups)
+    for group, scored in zip(batch.unbind(0), groups, strict=True):
+        prompt = scored.group.teacher_prompt
+        if scored.reference is not None:
+            _set_reference(group, scored.reference, count)
+        elif prompt is not None:
+            group[TEACHER_PROMPT] = torch.tensor(prompt, dtype=torch.int64)
+            group[TEACHER_PROMPT_MASK] = torch.ones(len(prompt), dtype=torch.bool)
     return Round(
         groups=batch,
         prompts=list(prompts),
@@ -163,26 +163,32 @@ def build_round(
     )
 
 
-def _set_reference(batch: TensorDict, rows: Sequence[Sequence[float]]) -> None:
-    """Put the numbers of the reference or teacher into a batch, see :data:`~.groups.ReferenceLogProbs`."""
-    P, G, T = batch["masks", "response"].shape
-    lengths = batch["masks", "response"].sum(-1).flatten().tolist()
+def _num_candidates(groups: Sequence[ScoredGroup]) -> int:
+    """Return the number of a teacher's candidates for each token; 0 if it has none."""
+    for scored in groups:
+        for row, response in zip(scored.reference or (), scored.group.responses, strict=False):
+            if response.token_ids:
+                return len(row) // len(response.token_ids) // 2
+    return 0
+
+
+def _set_reference(group: TensorDictBase, rows: Sequence[Sequence[float]], count: int) -> None:
+    """Put the numbers of the reference or teacher into a group, see :data:`~.groups.ReferenceLogProbs`."""
+    G, T = group["masks", "response"].shape
+    lengths = group["masks", "response"].sum(-1).tolist()
     log_probs = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    batch["log_probs", "reference"] = pad_right(log_probs, 0.0, torch.float32)[0].view(P, G, T)
-    count = next((len(row) // length // 2 for row, length in zip(rows, lengths, strict=True) if length), 0)
+    group["log_probs", "reference"], _ = pad_right(log_probs, 0.0, torch.float32)
     if count == 0:
         return
-    tokens = torch.zeros(P * G, count, T, dtype=torch.int64)
-    candidates = torch.zeros(P * G, count, T)
+    tokens = torch.zeros(G, count, T, dtype=torch.int64)
+    candidates = torch.zeros(G, count, T)
     for n, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         pair = torch.tensor(row[length:], dtype=torch.float64).view(2, count, length)
         tokens[n, :, :length], candidates[n, :, :length] = pair
-    batch[CANDIDATES], batch[CANDIDATE_LOG_PROBS] = (
-        values.view(P, G, count, T) for values in (tokens, candidates)
-    )
+    group[CANDIDATES], group[CANDIDATE_LOG_PROBS] = tokens, candidates
 
 
-def staleness_metrics(groups: TensorDict, step: int, steps_per_round: int) -> dict[str, float]:
+def staleness_metrics(groups: TensorDictBase, step: int, steps_per_round: int) -> dict[str, float]:
     """Return the staleness metrics of a round when the trainer receives it.
 
     Args:
@@ -313,7 +319,7 @@ def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
         groups["policy_version"].flatten().tolist(),
         round_.errors,
         groups["group_id"].flatten().tolist(),
-        sampled_mask(groups).sum(-1).flatten().tolist(),
+        sampled_counts(groups).flatten().tolist(),
         groups["truncated"].flatten().tolist(),
         strict=True,
     )
@@ -331,9 +337,10 @@ def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
 
 def pictures_of(groups: TensorDictBase) -> list[dict[str, bytes]]:
     """Return the pictures of each of the P prompts by the names of their files; empty for a model of text."""
-    inputs = picture_inputs(groups)
-    rows = split_files(inputs["files"], inputs["file_sizes"]) if inputs else []
-    return [by_name(row) for row in rows]
+    if groups.get("pictures", None) is None:
+        return []
+    rows = [split_files(*(group[key][None] for key in PICTURE_KEYS)) for group in groups.unbind(0)]
+    return [by_name(row) for (row,) in rows]
 
 
 def discarded_rows(round_: Round, reasons: Sequence[str]) -> list[dict[str, Any]]:

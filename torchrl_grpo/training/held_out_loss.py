@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.batch.schema import build_batch, sampled_mask
+from torchrl_grpo.batch.schema import build_batch, sampled_counts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import prompt_pictures, render
 from torchrl_grpo.envs.solution_tokens import solutions
@@ -71,10 +72,10 @@ class HeldOutLoss:
             ``eval/perplexity``, which is its exponential, and ``eval/num_problems``; and the solutions, each
             with its own mean loss and number of tokens.
         """
-        log_probs = self._learner.ranks.call_all(Learner.log_probs, self._learner, self._groups)
-        mask = sampled_mask(self._groups)
-        losses = -(log_probs.double() * mask).sum(-1).flatten()
-        counts = mask.sum(-1).flatten()
+        # Each group is one solution. Sums over one width do not depend on how the solutions are divided.
+        log_probs = pad_sequence([row for (row,) in self._learner.log_probs(self._groups)], batch_first=True)
+        losses = -log_probs.double().sum(-1)
+        counts = sampled_counts(self._groups).flatten()
         mean = float(losses.sum() / counts.sum())
         means, tokens = (losses / counts).tolist(), counts.tolist()
         rows: list[dict[str, Any]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchrl.envs.transforms import Transform
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced
+from torchrl_grpo.batch.micro_batches import DUMMY_MICRO_BATCH, MicroBatch, Share, TokenBudget
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_round, token_budget
@@ -33,9 +32,10 @@ from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, sh
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.varlen_choice import choose_attention
+from torchrl_grpo.objectives.aggregation import BatchTotals
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.planning.resolve import parallelism
-from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter, score_piece
+from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter, score_piece, write_rows
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -209,30 +209,44 @@ class Learner:
         return [_DistributedProximalLogProbs(self)]
 
     def step(self, batch: TensorDictBase) -> dict[str, float]:
-        """Take one optimizer step on a batch that every rank has, see :class:`OptimizerStep`."""
-        return self.optimizer_step(batch)
+        """On rank 0: take one optimizer step with all ranks, see :class:`OptimizerStep`."""
+        shares, totals = self.optimizer_step.divide(batch)
+        responses = batch["advantage"].shape[:2].numel()
+        return self.ranks.call_each(Learner.update, self, shares, totals, responses)
+
+    def update(self, share: Share, totals: BatchTotals, responses: int) -> dict[str, float]:
+        """Take this rank's part in an optimizer step, see :meth:`OptimizerStep.update`."""
+        return self.optimizer_step.update(share, totals, responses)
+
+    def log_probs(self, groups: TensorDictBase) -> list[Tensor]:
+        """On rank 0: return the log-probabilities ``[G, T]`` of the responses of each group under the model.
+
+        Each rank computes those of a share of the groups.
+        """
+        shares = self.budget.divide(groups, self.ranks.size)
+        scored = self.ranks.call_each(Learner.score, self, shares)
+        by_row = {
+            row: values
+            for share, own in zip(shares, scored, strict=True)
+            for row, values in zip(share.rows, own, strict=True)
+        }
+        return [by_row[row] for row in range(len(groups))]
 
     @torch.no_grad()
-    def log_probs(self, groups: TensorDictBase) -> Tensor:
-        """Return the log-probabilities ``[P, G, T]`` of the responses under the model.
-
-        Each rank computes those of a part of the groups.
-        """
-        mine = partition_balanced(self.budget.costs(groups), self.ranks.size)[self.ranks.rank]
-        pieces = self.budget.split(groups, [MicroBatch(tuple(mine), slice(None))] if mine else [])
-        dummy = MicroBatch((0,), slice(0, 1))
-        log_probs = torch.zeros(groups["masks", "response"].shape)
+    def score(self, share: Share) -> list[list[Tensor]]:
+        """Return the log-probabilities of the groups of each rank's share."""
+        groups = share.groups
+        own = [torch.zeros(group["masks", "response"].shape) for group in groups.unbind(0)][: len(share.rows)]
+        pieces = self.budget.split(groups, [MicroBatch(tuple(range(len(own))), slice(None))])
         with reshard_after(self.network), self.budget.explain_oom():
             passes = self.ranks.all_reduce_max(len(pieces))
             scores = [
                 score_piece(self.network, micro.select(groups))
-                for micro in [*pieces, *[dummy] * (passes - len(pieces))]
+                for micro in [*pieces, *[DUMMY_MICRO_BATCH] * (passes - len(pieces))]
             ]
-        # Each rank sends what it has computed, which is a part of the whole.
-        own = [(micro, scored.cpu()) for micro, scored in zip(pieces, scores, strict=False)]
-        for micro, scored in itertools.chain(*self.ranks.gather(own)):
-            log_probs[list(micro.rows), micro.samples, : scored.shape[-1]] = scored
-        return log_probs
+        for micro, scored in zip(pieces, scores, strict=False):
+            write_rows(own, micro, scored)
+        return self.ranks.gather(own)
 
     @torch.no_grad()
     def next_token_log_probs(
@@ -323,6 +337,6 @@ class _DistributedProximalLogProbs(LogProbWriter):
         # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["learner"] = learner
 
-    def compute(self, groups: TensorDictBase) -> Tensor:
+    def compute(self, groups: TensorDictBase) -> list[Tensor]:
         learner: Learner = self.__dict__["learner"]
-        return learner.ranks.call_all(Learner.log_probs, learner, groups)
+        return learner.log_probs(groups)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tensordict import TensorDictBase
 
-from torchrl_grpo.batch.schema import sampled_mask
+from torchrl_grpo.batch.schema import sampled_counts, token_counts
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
@@ -130,15 +130,16 @@ def collect(run: Session) -> dict[str, float]:
     run.parts.buffer.replace_contents(round_.groups)
     prepared = time.perf_counter() - started
     run.counters.steps_left_in_round = run.schedule.steps_per_round
-    run.write_rollouts(round_)
-    tokens = run.parts.buffer.contents()["masks", "response"].sum().item()
+    groups = run.parts.buffer.contents()
+    run.write_rollouts(round_, groups)
+    _, lengths = token_counts(groups)
     return {
-        **(record_round(run, round_) if run.learns_from_samples else record_solutions(run)),
+        **(record_round(run, round_, groups) if run.learns_from_samples else record_solutions(run, groups)),
         **refill,
         **generating,
         **cuda_in_use("memory/prepare_cuda_gib", device),
         "time/prepare_s": prepared,
-        "throughput/prepared_tokens_per_s": tokens / prepared,
+        "throughput/prepared_tokens_per_s": sum(map(sum, lengths)) / prepared,
     }
 
 
@@ -148,9 +149,8 @@ def observe_pass_rates(run: Session, collected: Round) -> None:
         run.parts.collector.env.stream.observe(pass_rates(collected, run.pass_reward, run.pass_threshold))
 
 
-def record_solutions(run: Session) -> dict[str, float]:
+def record_solutions(run: Session, groups: TensorDictBase) -> dict[str, float]:
     """Return the metrics of a round of solutions."""
-    groups = run.parts.buffer.contents()
     # Solutions need no signal, so the end of the run must not warn that no group had one.
     run.counters.any_signal = True
     return {
@@ -160,7 +160,7 @@ def record_solutions(run: Session) -> dict[str, float]:
 
 
 def _lengths(groups: TensorDictBase) -> dict[str, float]:
-    lengths = sampled_mask(groups).sum(-1).float()
+    lengths = sampled_counts(groups).float()
     return {
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
@@ -168,7 +168,7 @@ def _lengths(groups: TensorDictBase) -> dict[str, float]:
     }
 
 
-def record_round(run: Session, round_: Round) -> dict[str, float]:
+def record_round(run: Session, round_: Round, groups: TensorDictBase) -> dict[str, float]:
     """Update the counters with a round and return its metrics.
 
     These are rewards, the share of groups with equal rewards, advantages, lengths, staleness, episodes and
@@ -179,7 +179,6 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
     """
     if run.counters.step == 0:
         check_rewards(round_.rewards_by_name, round_.errors, run.reward_weights, "the first round")
-    groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]
     run.counters.response_tokens += round_.response_tokens
     run.counters.reward_errors += round_.error_count

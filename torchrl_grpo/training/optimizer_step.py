@@ -14,10 +14,10 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced, split_evenly
+from torchrl_grpo.batch.micro_batches import DUMMY_MICRO_BATCH, MicroBatch, Share, TokenBudget, split_evenly
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.distributed.parallelism import reshard_after, synchronizing
@@ -32,9 +32,6 @@ from torchrl_grpo.training.optimizers import build_optimizer
 
 # With torch's default of 2^16, the first steps overflow until the scale is low enough.
 _INITIAL_SCALE = 2.0**12
-
-# A rank without a micro-batch of its own takes part in a collective pass with this one, at weight zero.
-_DUMMY_MICRO_BATCH = MicroBatch((0,), slice(0, 1))
 
 _NO_ROOM_FOR_UPDATE = (
     "memory ran out in the optimizer's update, which keeps {size:.3g} bytes a trained weight: start a new "
@@ -91,7 +88,7 @@ class OptimizerStep:
         budget: token budget that splits larger pieces further.
         use_scaler: whether to scale the loss, for float16.
         max_skipped_steps: largest number of consecutive skipped steps; one more stops training.
-        ranks: ranks that take the step together, each with the same batch; None for this process alone.
+        ranks: ranks that take the step together; None for this process alone.
         network: module that the loss calls, made by
             :func:`~torchrl_grpo.distributed.parallelism.distribute`.
         loads_parked: whether optimizer state that is loaded from a checkpoint stays in host memory until the
@@ -137,8 +134,33 @@ class OptimizerStep:
         self.skipped = 0
         self.skipped_in_a_row = 0
 
-    def __call__(self, batch: TensorDict) -> dict[str, float]:
-        """Update the model on ``batch`` (batch size ``[P]``).
+    def __call__(self, batch: TensorDictBase) -> dict[str, float]:
+        """Update the model on ``batch`` (batch size ``[P]``), which every rank has."""
+        shares, totals = self.divide(batch)
+        return self.update(shares[self.ranks.rank], totals, batch["advantage"].shape[:2].numel())
+
+    def divide(self, batch: TensorDictBase) -> tuple[list[Share], BatchTotals]:
+        """Divide a batch among the ranks, and count what its loss mask has.
+
+        Groups without a token in the mask are left out. Groups with and without a gradient are divided by
+        themselves, because passes through the model differ.
+        """
+        counts = [count_totals(group["masks", "loss"]) for group in batch.unbind(0)]
+        totals = BatchTotals(*(sum(column) for column in zip(*counts, strict=True)))
+        used, has_gradient = (
+            [row for row, count in enumerate(counts) if count.tokens],
+            self.loss.has_gradient(batch),
+        )
+        kinds = [[row for row in used if has_gradient[row] == kind] for kind in (True, False)]
+        return self.budget.divide(batch, self.ranks.size, kinds), totals
+
+    def update(self, share: Share, totals: BatchTotals, responses: int) -> dict[str, float]:
+        """Update the model on a batch of which each rank has its share.
+
+        Args:
+            share: groups of this rank.
+            totals: counts of the whole batch.
+            responses: number of responses of the whole batch, also of those outside of the loss mask.
 
         Returns:
             Metrics of the step. Terms of the loss are weighted as ``policy.aggregation`` says, and metrics of
@@ -149,12 +171,10 @@ class OptimizerStep:
                 not finite. Overflows that lower the loss scale of float16 do not count.
         """
         lr = float(self.scheduler.get_last_lr()[0])
-        responses = batch["masks", "response"].shape[:2].numel()
-        batch = batch[batch["masks", "loss"].any(-1).any(-1)]
-        if not len(batch):
+        if not totals.tokens:
             self._advance_schedule()
             return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
-        sums = self.accumulate(batch)
+        sums = self.accumulate(share, totals)
         loss = sums.pop("loss")
         self.before_update()
         # The first update allocates the optimizer's moments, and no smaller micro-batch can avoid that.
@@ -200,85 +220,72 @@ class OptimizerStep:
             **({"policy/entropy_coef": entropy.value} if entropy.in_use else {}),
         }
 
-    def accumulate(self, batch: TensorDict) -> dict[str, float]:
-        """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics.
+    def accumulate(self, share: Share, totals: BatchTotals) -> dict[str, float]:
+        """Add the gradients of a batch to the parameters, and return its summed loss terms and metrics.
 
         Groups with zero gradient get only a forward pass, for the metrics. It takes a third of the time of
         forward and backward.
         """
-        totals = count_totals(batch["masks", "loss"])
-        has_gradient = self.loss.has_gradient(batch)
-        terms = [
-            *self._forward_only(batch[~has_gradient], totals),
-            *self._backward(batch[has_gradient], totals),
-        ]
-        if not has_gradient.any():
-            # The optimizer still takes its step, with gradients of zero. Some backends need a backward pass
-            # for that. It comes after the forward passes, because a retry after an out-of-memory error drops
-            # all gradients.
+        has_gradient = self.loss.has_gradient(share.groups)
+        # A share may have a group that is not its own.
+        own_rows = range(len(share.rows))
+        terms = self._forward_only(share.groups, [row for row in own_rows if not has_gradient[row]], totals)
+        backward = self._backward(share.groups, [row for row in own_rows if has_gradient[row]], totals)
+        if not backward:
+            # No rank has a group with a gradient. The optimizer still takes its step, with gradients of zero.
+            # Some backends need a backward pass for that. It comes after the forward passes, because a retry
+            # after an out-of-memory error drops all gradients.
             self.backend.set_zero_gradients(
-                lambda: _total(self.loss(_DUMMY_MICRO_BATCH.select(batch), totals=totals))
+                lambda: _total(self.loss(DUMMY_MICRO_BATCH.select(share.groups), totals=totals))
             )
-        own = _summed(terms)
+        own = _summed([*terms, *backward])
         return self.ranks.all_reduce_sum(own, sorted(own))
 
-    def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[Terms]:
-        if not len(batch):
-            return []
-
+    def _backward(self, groups: TensorDictBase, rows: Sequence[int], totals: BatchTotals) -> list[Terms]:
         def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> Terms:
             with synchronizing(self.network, last):
-                terms = self.loss(micro.select(batch), totals=totals)
+                terms = self.loss(micro.select(groups), totals=totals)
                 loss = _total(terms)
                 # DDP averages gradients over ranks; scaled by their number the result is the sum.
                 self.backend.backward(loss * (weight * self.ranks.size))
             return _to_terms(terms, loss, weight)
 
-        samples = batch["masks", "response"].shape[1]
-
-        def split(groups: int) -> list[MicroBatch]:
-            return split_evenly(groups, samples, self.num_pieces, self.groups_per_batch)
+        samples = groups["advantage"].shape[1]
+        pieces = split_evenly(len(rows), samples, self.num_pieces, self.groups_per_batch)
 
         # Several ranks may gather weights for each pass, and free them.
         alone = self.ranks.size == 1
         with cast_weights_once(self.parameters[0].device) if alone else nullcontext():
-            return self._run_micro_batches(batch, process, split)
+            return self._run_micro_batches(groups, rows, process, pieces)
 
     @torch.no_grad()
-    def _forward_only(self, batch: TensorDictBase, totals: BatchTotals) -> list[Terms]:
-        if not len(batch):
-            return []
-
+    def _forward_only(self, groups: TensorDictBase, rows: Sequence[int], totals: BatchTotals) -> list[Terms]:
         def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> Terms:
-            output = self.loss(micro.select(batch), totals=totals)
+            output = self.loss(micro.select(groups), totals=totals)
             return _to_terms(output, _total(output), weight)
 
         with reshard_after(self.network):
-            return self._run_micro_batches(
-                batch, process, lambda groups: [MicroBatch(tuple(range(groups)), slice(None))]
-            )
+            whole = MicroBatch(tuple(range(len(rows))), slice(None))
+            return self._run_micro_batches(groups, rows, process, [whole])
 
     def _run_micro_batches(
         self,
-        batch: TensorDictBase,
+        groups: TensorDictBase,
+        rows: Sequence[int],
         process: Callable[..., Terms],
-        split: Callable[[int], list[MicroBatch]],
+        pieces: Sequence[MicroBatch],
     ) -> list[Terms]:
-        """Split this rank's share of ``batch`` into micro-batches, and call ``process`` on each.
+        """Split pieces of ``groups[rows]`` into micro-batches of ``groups``, and call ``process`` on each.
 
-        ``split(num_groups)`` makes the first pieces, and the token budget splits larger pieces further.
-        Passes through the model are collective: a rank with fewer micro-batches than another runs a dummy
-        micro-batch with a weight of zero.
+        The token budget splits pieces that are too large. Passes through the model are collective: a rank
+        with fewer micro-batches than another runs a dummy micro-batch with a weight of zero.
         """
+        pieces = [MicroBatch(tuple(rows[place] for place in piece.rows), piece.samples) for piece in pieces]
         if self.ranks.size == 1:
-            return self.budget.run(batch, process, self.backend.zero_grad, split(len(batch)))
-        mine = partition_balanced(self.budget.costs(batch), self.ranks.size)[self.ranks.rank]
-        pieces = [
-            MicroBatch(tuple(mine[row] for row in piece.rows), piece.samples) for piece in split(len(mine))
-        ]
-        micro_batches = self.budget.split(batch, [piece for piece in pieces if piece.rows])
+            return self.budget.run(groups, process, self.backend.zero_grad, pieces)
+        micro_batches = self.budget.split(groups, pieces)
         passes = self.ranks.all_reduce_max(len(micro_batches))
-        dummies = [(_DUMMY_MICRO_BATCH, 0.0)] * (passes - len(micro_batches))
+        dummies = [(DUMMY_MICRO_BATCH, 0.0)] * (passes - len(micro_batches))
         with self.budget.explain_oom():
             return [
                 process(micro, weight, last=number == passes - 1)

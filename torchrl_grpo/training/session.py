@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_grpo.batch.schema import collate
 from torchrl_grpo.config import Config
 from torchrl_grpo.objectives.loss import QUARTERS
 from torchrl_grpo.observe.guards import Guards
@@ -263,7 +264,7 @@ class Session:
 
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
         """Take one optimizer step on all training ranks."""
-        metrics = self.parts.ranks.call_all(Learner.step, self.parts.learner, batch)
+        metrics = self.parts.learner.step(batch)
         if self.learns_from_samples:
             return metrics
         return {name: value for name, value in metrics.items() if name not in _OF_SAMPLING}
@@ -343,10 +344,14 @@ class Session:
         self.outputs.write(self.counters.step, metrics, self.responses)
         self.state.unlogged, self.responses = {}, []
 
-    def write_rollouts(self, round_: Round) -> None:
-        """Write every response of a round, under the first of the steps that train on the round."""
+    def write_rollouts(self, round_: Round, groups: TensorDictBase) -> None:
+        """Write every response of a round, under the first of the steps that train on the round.
+
+        Args:
+            round_: the round.
+            groups: its groups from the buffer, with advantages.
+        """
         if self.outputs.rollouts is not None:
-            groups = self.parts.buffer.contents()
             rows = rollout_rows(round_, groups)
             count = self.cfg.logging.token_details
             if count and self.learns_from_samples:
@@ -358,10 +363,9 @@ class Session:
             self.outputs.loggers.log_rollouts(rows, self.counters.step + 1)
 
     def _token_details(self, groups: TensorDictBase, count: int) -> list[dict[str, list[Any]]]:
-        learner = self.parts.learner
         # Whole groups, because the prompt of one is computed once.
-        scored = groups[: -(-count // groups["group_id"].shape[1])]
-        trainer = learner.ranks.call_all(Learner.log_probs, learner, scored)
+        scored = collate(groups.unbind(0)[: -(-count // groups["group_id"].shape[1])])
+        trainer = torch.stack(self.parts.learner.log_probs(scored))
         has_teacher = self.cfg.policy.distill_coef != 0
         return token_details(scored, trainer, self.parts.tokenizer, count, has_teacher)
 

@@ -46,13 +46,14 @@ class ThroughputMeter:
             has_gradient: mask of the groups that also had a backward pass, ``[P]``.
             seconds: duration of the training phase.
         """
-        used = batch["masks", "loss"].any(-1).any(-1)
-        if not used.any():
+        used = [bool(group["masks", "loss"].any()) for group in batch.unbind(0)]
+        if not any(used):
             return {}
-        batch, has_gradient = batch[used], has_gradient[used]
+        counts = list(zip(used, has_gradient.tolist(), *token_counts(batch), strict=True))
         operations = tokens = 0.0
-        for groups, backward in ((batch[has_gradient], True), (batch[~has_gradient], False)):
-            prompts, responses = token_counts(groups)
+        for backward in (True, False):
+            prompts = [prompt for counted, moves, prompt, _ in counts if counted and moves == backward]
+            responses = [lengths for counted, moves, _, lengths in counts if counted and moves == backward]
             operations += self._operations(prompts, responses, backward=backward)
             tokens += sum(prompts) + sum(map(sum, responses))
         rate = operations / seconds

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayActorError, RayError
-from tensordict import TensorDict
+from tensordict import lazy_stack
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import pictures_entry, tokens_of
@@ -92,10 +92,10 @@ class ReferenceScorer:
             responses: token ids of the responses.
             files: encoded pictures of the prompt; None for a model of text.
         """
-        group = TensorDict(tokens_of([prompt], [responses], self._pad_token_id), [1])
+        group = tokens_of(prompt, responses, self._pad_token_id)
         if files is not None:
-            group["pictures"] = pictures_entry([files])
-        scored = self._scorer.inv(group)
+            group["pictures"] = pictures_entry(files)
+        scored = self._scorer.inv(lazy_stack([group]))
         keys = [("log_probs", "reference"), *([CANDIDATES, CANDIDATE_LOG_PROBS] if self._top_k else [])]
         return [
             [number for key in keys for number in scored[key][0, g, ..., : len(response)].flatten().tolist()]
