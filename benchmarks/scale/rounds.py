@@ -6,7 +6,7 @@ import pickle
 import random
 import time
 
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 
 from benchmarks.scale.parts import Part, microseconds
 from torchrl_grpo.inference.protocol import Completion
@@ -69,8 +69,8 @@ def _with_long(responses: int) -> list[Group]:
     return groups
 
 
-def _bytes(groups: TensorDict) -> int:
-    return sum(value.numel() * value.element_size() for value in groups.values(True, True))
+def _bytes(groups: TensorDictBase) -> int:
+    return sum(value.numel() * value.element_size() for group in groups for value in group.values(True, True))
 
 
 def _memory(responses: int) -> float:
