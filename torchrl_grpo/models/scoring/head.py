@@ -1,12 +1,14 @@
 """Log-probability and entropy under an output head, without storing the logits of the whole vocabulary.
 
-The vocabulary is processed in blocks, with a running log-sum-exp. On a CPU a block fits in the cache. The
-backward pass recomputes each block. Memory does not depend on the size of the vocabulary, and depends on the
-number of tokens only through the hidden states. A fused kernel for some GPUs is in
+The vocabulary is processed in blocks, whose log-sum-exps and entropies are merged. On a CPU a block fits in
+the cache. The backward pass recomputes each block. Memory does not depend on the size of the vocabulary, and
+depends on the number of tokens only through the hidden states. A fused kernel for some GPUs is in
 :mod:`~torchrl_grpo.models.scoring.fused_head`.
 
-On a GPU, products of 16-bit operands are float32: the kernel adds in float32, and nothing is rounded. Nothing
-there depends on a number that would have to be read from the GPU.
+There are few passes over the logits: three in the forward pass, and one in the backward pass of one target
+without entropy, where products subtract the log-sum-exp and multiply by the factor of each token.
+
+On a GPU, products of 16-bit operands are float32: nothing is rounded, and no number is read from the GPU.
 
 Axes: ``N`` tokens, ``H`` hidden size, ``V`` size of the vocabulary.
 """
@@ -26,6 +28,9 @@ _BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _IMPOSSIBLE = -1e30
 # With fewer tokens in a product, a CPU spends more time reading the matrix than computing.
 _MIN_TOKENS = 1024
+# Columns that add a float32 number per token to a product. Its 16-bit parts take three, and GPUs take a width
+# that is a multiple of 8.
+_COLUMNS = 8
 
 
 class HeadOptions(NamedTuple):
@@ -197,17 +202,24 @@ class _Head:
     def _blocks(self, tokens: int) -> Iterator[slice]:
         return _pieces(len(self.weight), max(1, self.block // max(1, tokens)))
 
-    def _weight(self, words: slice) -> Tensor:
-        """Return the weights ``[v, H]`` of ``words`` as operands of products."""
-        return self.weight[words].to(self.options.dtype)
+    def _weight(self, words: slice, columns: int = 0) -> Tensor:
+        """Return the weights ``[v, H]`` of ``words`` as operands of products, with columns of ones."""
+        weight = self.weight[words]
+        if not columns:
+            return weight.to(self.options.dtype)
+        wide = weight.new_ones(len(weight), weight.shape[1] + columns, dtype=self.options.dtype)
+        wide[:, :-columns] = weight
+        return wide
 
-    def _logits(self, hidden: Tensor, weight: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
+    def _logits(
+        self, hidden: Tensor, weight: Tensor, words: slice, in_float32: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Return final logits ``[n, v]`` of ``words`` and, with a cap, the derivative of the cap.
 
         ``hidden`` ``[n, H]`` and ``weight`` ``[v, H]`` are in the dtype of products.
         """
         softcap, scale = self.options.softcap, self.options.scale
-        logits = linear(hidden, weight, None if self.bias is None else self.bias[words])
+        logits = linear(hidden, weight, None if self.bias is None else self.bias[words], in_float32)
         slope = None
         if scale != 1:
             logits = logits.mul_(scale)
@@ -222,30 +234,29 @@ class _Head:
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities ``[n, K]`` of ``targets``, and log-sum-exp and entropy, each ``[n]``."""
-        n, device = len(hidden), hidden.device
-        highest = torch.full((n,), -torch.inf, device=device)
-        total, weighted = torch.zeros(2, n, device=device)
-        chosen = torch.zeros(targets.shape, device=device)
+        chosen = torch.zeros(targets.shape, device=hidden.device)
+        normalizers, entropies = [], []
         operand = hidden.to(self.options.dtype)
-        for words in self._blocks(n):
+        for words in self._blocks(len(hidden)):
             logits, _ = self._logits(operand, self._weight(words), words)
-            inside = (targets >= words.start) & (targets < words.stop)
-            column = (targets - words.start).clamp(0, words.stop - words.start - 1)
+            inside, column = _place(targets, words)
             chosen = torch.where(inside, logits.gather(1, column), chosen)
-            higher = torch.maximum(highest, logits.amax(1))
-            shrink = (highest - higher).exp()
-            logits -= higher[:, None]
-            share = logits.exp()
-            # Both sums are relative to the highest logit so far.
-            block_total = share.sum(1)
-            block_weighted = torch.linalg.vecdot(share, logits)
-            # For the first block the total is 0 and the highest logit -inf, and their product is NaN.
-            moved = torch.where(total > 0, (highest - higher) * total, total)
-            weighted = (weighted + moved) * shrink + block_weighted
-            total = total * shrink + block_total
-            highest = higher
-        normalizer = highest + total.log()
-        return chosen - normalizer[:, None], normalizer, total.log() - weighted / total
+            log_shares = torch.log_softmax(logits, 1)
+            # The difference is the same in all columns, but a blocked token's logit has no digits for it.
+            first = next(
+                (x for x in range(logits.shape[1]) if words.start + x not in self.options.blocked), 0
+            )
+            normalizers.append(logits[:, first] - log_shares[:, first])
+            shares = torch.exp(log_shares, out=logits)
+            # A CPU's kernel for products of rows is slower, and less exact.
+            on_gpu, column = logits.is_cuda, log_shares[:, :, None]
+            total = torch.bmm(shares[:, None], column).flatten() if on_gpu else shares.mul_(log_shares).sum(1)
+            entropies.append(-total)
+        normalizer = (by_block := torch.stack(normalizers)).logsumexp(0)
+        # A block's share of the probability, and the entropy of choosing a block and then a token in it.
+        surprise = normalizer - by_block
+        entropy = ((-surprise).exp() * (torch.stack(entropies) + surprise)).sum(0)
+        return chosen - normalizer[:, None], normalizer, entropy
 
     def top(self, hidden: Tensor, count: int) -> Tensor:
         """Return the ``count`` most probable tokens ``[n, count]``, in descending order."""
@@ -276,60 +287,85 @@ class _Head:
         entropy, and the entropy.
         """
         d_hidden, d_weight, d_bias = gradients
-        dtype = self.options.dtype
+        dtype, gain = self.options.dtype, self.options.scale / self.options.temperature
         by_hidden = torch.zeros(hidden.shape, device=hidden.device)
-        operand = hidden.to(dtype)
+        one_pass = by_entropy is None and self.options.softcap is None and targets.shape[1] == 1
+        operand = wide = hidden.to(dtype)
+        if one_pass:
+            wide, factor = _append(operand, -normalizer / gain), by_log_prob * -gain
+            operand = (hidden * factor).to(dtype)
         for words in self._blocks(len(hidden)):
-            weight = self._weight(words)
-            logits, slope = self._logits(operand, weight, words)
-            logits -= normalizer[:, None]
-            inside = (targets >= words.start) & (targets < words.stop)
-            column = (targets - words.start).clamp(0, words.stop - words.start - 1)
-            if by_entropy is None and slope is None and hidden.is_cuda and targets.shape[1] == 1:
-                d_logits = self._d_logits_on_gpu(logits, by_log_prob, inside, column)
+            place = _place(targets, words)
+            weight = self._weight(words, _COLUMNS if one_pass else 0)
+            logits, slope = self._logits(wide, weight, words, in_float32=not one_pass)
+            if one_pass:
+                weight = weight[:, :-_COLUMNS]
+                d_logits = _minus_own(logits, dtype, *place)
+                if d_bias is not None:
+                    d_bias[words] += (d_logits * factor).sum(0, dtype=torch.float32)
             else:
-                probabilities = logits.exp()
-                if by_entropy is None:
-                    d_logits = probabilities.mul_(-by_log_prob.sum(1, keepdim=True))
-                else:
-                    incoming, entropy = by_entropy
-                    logits += entropy[:, None]
-                    logits *= -incoming[:, None]
-                    logits -= by_log_prob.sum(1, keepdim=True)
-                    d_logits = probabilities.mul_(logits)
-                d_logits.scatter_add_(1, column, by_log_prob * inside)
-                if self.options.temperature != 1:
-                    d_logits /= self.options.temperature
+                logits -= normalizer[:, None]
+                d_logits = _d_logits(logits, by_log_prob, by_entropy, *place)
+                if gain != 1:
+                    d_logits *= gain
                 if slope is not None:
                     d_logits *= slope
-                if self.options.scale != 1:
-                    d_logits *= self.options.scale
-            if d_bias is not None:
-                d_bias[words] += d_logits.sum(0, dtype=torch.float32)
-            d_logits = d_logits.to(dtype)
+                if d_bias is not None:
+                    d_bias[words] += d_logits.sum(0, dtype=torch.float32)
+                d_logits = d_logits.to(dtype)
             if d_hidden is not None:
                 _add_product(by_hidden, d_logits, weight)
             if d_weight is not None:
                 _add_product(d_weight[words], d_logits.T, operand)
         if d_hidden is not None:
-            d_hidden[rows] = by_hidden
-
-    def _d_logits_on_gpu(
-        self, log_probs: Tensor, by_log_prob: Tensor, inside: Tensor, column: Tensor
-    ) -> Tensor:
-        """Return the gradient ``by_log_prob ([v = y] - p_v)`` of the logits, in the dtype of the products.
-
-        All arguments but ``log_probs`` are ``[n, 1]``. ``log_probs`` ``[n, v]`` is overwritten. Only the last
-        operation writes another array of that size, in the dtype of the products.
-        """
-        minus_own = log_probs.exp_().scatter_add_(1, column, -inside.to(log_probs.dtype))
-        factor = by_log_prob * (-self.options.scale / self.options.temperature)
-        d_logits = torch.empty_like(minus_own, dtype=self.options.dtype)
-        return torch.mul(minus_own, factor, out=d_logits)
+            d_hidden[rows] = by_hidden.mul_(factor) if one_pass else by_hidden
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the float32 logits ``hidden @ weight.T + bias``, without a gradient.
+def _place(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Return whether ``targets`` are among ``words``, and their columns or any, ``[n, K]`` each."""
+    inside = (targets >= words.start) & (targets < words.stop)
+    return inside, (targets - words.start).clamp(0, words.stop - words.start - 1)
+
+
+def _append(hidden: Tensor, numbers: Tensor) -> Tensor:
+    """Append columns to ``hidden`` ``[n, H]`` whose sum is ``numbers`` ``[n]``, also if it has 16 bits."""
+    columns, rest = hidden.new_zeros(len(hidden), _COLUMNS), numbers
+    for part in columns.unbind(1)[:3]:
+        part.copy_(rest)
+        rest = rest - part
+    return torch.cat([hidden, columns], 1)
+
+
+def _minus_own(log_probs: Tensor, dtype: torch.dtype, inside: Tensor, column: Tensor) -> Tensor:
+    """Return ``p_v - [v = y]`` in ``dtype``, in one pass over ``log_probs`` ``[n, v]``, its memory."""
+    # The entry of the target is rounded once, after the subtraction.
+    own = log_probs.gather(1, column).float()
+    result = log_probs if log_probs.dtype == dtype else torch.empty_like(log_probs, dtype=dtype)
+    torch.exp(log_probs, out=result)
+    # On a CPU, scatter_ in bfloat16 takes as long as two passes.
+    place = torch.arange(len(result), device=result.device), column[:, 0]
+    return result.index_put_(place, torch.where(inside, own.expm1(), own.exp()).to(dtype)[:, 0])
+
+
+def _d_logits(
+    log_probs: Tensor,
+    by_log_prob: Tensor,
+    by_entropy: tuple[Tensor, Tensor] | None,
+    inside: Tensor,
+    column: Tensor,
+) -> Tensor:
+    """Return the gradient of the logits at temperature 1. ``log_probs`` ``[n, v]`` is overwritten."""
+    probabilities, total = log_probs.exp(), by_log_prob.sum(1, keepdim=True)
+    if by_entropy is None:
+        d_logits = probabilities.mul_(-total)
+    else:
+        incoming, entropy = (values[:, None] for values in by_entropy)
+        d_logits = log_probs.mul_(-incoming).sub_(incoming * entropy + total).mul_(probabilities)
+    return d_logits.scatter_add_(1, column, by_log_prob * inside)
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, in_float32: bool = True) -> Tensor:
+    """Compute the logits ``hidden @ weight.T + bias``, without a gradient.
 
     On a GPU the product of 16-bit operands is not rounded to 16 bits.
 
@@ -337,11 +373,13 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         hidden: ``[N, H]``.
         weight: ``[V, H]`` in the dtype of ``hidden``.
         bias: ``[V]`` or None.
+        in_float32: whether the result is float32 also where the product is not.
     """
     if _adds_in_float32(hidden):
         product = torch.mm(hidden, weight.T, out_dtype=torch.float32)
         return product if bias is None else product.add_(bias.float())
-    return F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype)).float()
+    product = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
+    return product.float() if in_float32 else product
 
 
 def _adds_in_float32(operand: Tensor) -> bool:
