@@ -1,4 +1,4 @@
-"""Additive attention masks for GPUs, which all layers share.
+"""Additive attention masks, which all layers share: on GPUs, and on a CPU in bfloat16.
 
 PyTorch's memory-efficient kernel, which takes masks, needs them in the dtype of the queries and with strides
 that are multiples of 8. It would convert a boolean mask in every layer, and keep every layer's copy for the

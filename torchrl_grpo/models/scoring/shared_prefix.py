@@ -308,14 +308,17 @@ def _attention(
     if isinstance(layout, VarlenLayout):
         return varlen.attend(query, key, value, layout, sliding_window, scaling, dtype), None
     layout.attended += 1
-    # Under autocast, queries, keys and values may have different dtypes. They are cast last, so that
-    # gradients of a prompt's keys accumulate in the wider dtype.
+    # On a CPU in bfloat16, attention adds a mask to float32 scores.
+    on_cpu = torch.float32 if dtype == torch.bfloat16 else torch.bool
+    # Under autocast, queries, keys and values may have different dtypes. Keys and values are cast last, so
+    # that gradients of a prompt's keys accumulate in the wider dtype.
+    query = query.to(dtype)
     pieces = zip(*(x.split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
     of_prompts = [next(pieces) for _ in layout.classes]
     out, of_responses = [], []
     for class_, (prompt_mask, run_masks), (q, k, v) in zip(
         layout.classes,
-        layout.masks(sliding_window, dtype if query.is_cuda else torch.bool),
+        layout.masks(sliding_window, dtype if query.is_cuda else on_cpu),
         of_prompts,
         strict=True,
     ):
@@ -337,7 +340,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     """Attention of ``[B, H, T, D]`` queries, causal if there is no mask."""
     dtype = _computed_dtype(query)
     if attention.is_faster(query, key, dtype):
-        return attention.attend(query.to(dtype), key.to(dtype), value.to(dtype), mask, scaling)
+        return attention.attend(query, key.to(dtype), value.to(dtype), mask, scaling)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and query.is_cuda:
         # On a GPU the kernel that supports masks does not support grouped heads. Without repeated heads,
