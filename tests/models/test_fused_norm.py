@@ -1,4 +1,4 @@
-"""Fused norms on a pretended GPU: the same numbers and gradients, and only where that is so."""
+"""Norms in fewer passes, on a pretended GPU and on a CPU: the same numbers, and only where that is so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from batches import make_batch, make_model
 from pretended_cuda import PretendedCuda
 from rounding import EXACT
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchrl_grpo.models.scoring import fused_norm
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
@@ -50,8 +51,29 @@ def test_norms_of_another_kind_stay(family: str) -> None:
         assert fuse_norms(make_model(family).to("cuda")) == 0
 
 
-def test_norms_on_a_cpu_stay() -> None:
-    model = make_model()
-    before = [module.forward for module in model.modules() if isinstance(module, nn.Module)]
-    assert fuse_norms(model) == 0
-    assert before == [module.forward for module in model.modules()]
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("block", [1, 7 * 32, 2**17])
+def test_blocks_on_a_cpu_give_the_same_numbers(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_norm, "_BLOCK_ELEMENTS", block)
+    results = []
+    for fuses in (False, True):
+        model = make_model()
+        assert (fuse_norms(model) if fuses else 5) == 5
+        norm = model.model.norm
+        weight = norm.weight.detach().copy_(torch.linspace(0.5, 1.5, len(norm.weight)))
+        generator = torch.Generator().manual_seed(0)
+        states, slopes = torch.randn(2, 2, 10, len(weight), generator=generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = norm(states.requires_grad_())
+        assert ("BlockedNorm" in type(result.grad_fn).__name__) == fuses
+        results.append([result, *torch.autograd.grad((slopes * result).sum(), (states, norm.weight))])
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, **EXACT)
+
+
+def test_without_autocast_a_cpu_computes_the_same_bits() -> None:
+    plain, fused = make_model(), make_model()
+    assert fuse_norms(fused) == 5
+    batch = make_batch()
+    before, after = (TokenScorer(model)(*(batch[key] for key in KEYS)).log_probs for model in (plain, fused))
+    assert torch.equal(before, after)
