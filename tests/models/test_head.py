@@ -289,7 +289,7 @@ class _Passes(TorchDispatchMode):
 )
 def test_few_passes_over_the_logits(device: str, dtype: torch.dtype, passes: int) -> None:
     with PretendedCuda() if device == "cuda" else nullcontext():
-        hidden, targets, weight, _ = (x if x is None else x.to(device) for x in problem(50, 32, 90))
+        hidden, targets, weight = (tensor.to(device) for tensor in problem(50, 32, 90)[:3])
         leaves = hidden.requires_grad_(), weight.requires_grad_()
         with _Passes(50 * 90) as seen:
             log_probs, _ = score_tokens(leaves[0], targets, leaves[1], options=HeadOptions(dtype=dtype))
