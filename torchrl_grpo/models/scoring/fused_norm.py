@@ -85,11 +85,12 @@ class _BlockedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = states.reshape(-1, len(weight))
-        result, factors = rows.new_empty(rows.shape), rows.new_empty(len(rows), 1)
+        result, factors = rows.new_empty(rows.shape), rows.new_empty(len(rows))
+        # As products with vectors, means take one operation, and no number is copied into a tensor each time.
+        shares, least = rows.new_full((len(weight),), 1 / len(weight)), rows.new_full((1,), eps)
         for part in _blocks(rows):
-            torch.mean(rows[part].square(), 1, keepdim=True, out=factors[part])
-            factors[part].add_(eps).rsqrt_()
-            torch.mul(rows[part], factors[part], out=result[part]).mul_(weight)
+            torch.addmv(least, rows[part] * rows[part], shares, out=factors[part]).rsqrt_()
+            torch.mul(rows[part], factors[part, None], out=result[part]).mul_(weight)
         ctx.save_for_backward(states, weight, factors)
         return result.view(states.shape)
 
@@ -98,13 +99,13 @@ class _BlockedNorm(torch.autograd.Function):
         states, weight, factors = ctx.saved_tensors
         rows, incoming = (x.reshape(-1, len(weight)) for x in (states, gradients[0]))
         by_rows, by_weight = rows.new_empty(rows.shape), rows.new_zeros(len(weight))
+        shares = weight.to(rows.dtype) / -len(weight)
         for part in _blocks(rows):
-            normal = rows[part] * factors[part]
+            normal = rows[part] * factors[part, None]
             by_product = incoming[part] * normal
             by_weight += by_product.sum(0)
-            mean = by_product.mul_(weight).mean(1, keepdim=True)
             torch.mul(incoming[part], weight, out=by_rows[part])
-            by_rows[part].addcmul_(normal, mean, value=-1).mul_(factors[part])
+            by_rows[part].addcmul_(normal, torch.mv(by_product, shares)[:, None]).mul_(factors[part, None])
         return by_rows.view(states.shape), by_weight, None
 
 
