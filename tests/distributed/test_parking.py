@@ -141,11 +141,11 @@ def test_a_checkpoint_that_is_written_during_the_next_step_has_its_own_moments(
             step.backend.park()
         begun, disk, path = threading.Event(), threading.Event(), tmp_path / "trainer.pt"
 
-        def save(*_: object, state: dict[str, Any], has_read: Any, **__: object) -> None:
+        def save(*_: object, state: dict[str, Any], on_state_read: Any, **__: object) -> None:
             begun.set()
             disk.wait()
             torch.save(state, path)
-            has_read()
+            on_state_read()
 
         monkeypatch.setattr(checkpoint, "save", save)
         checkpoints, waited = checkpoints_of(step, tmp_path, offloads), list[bool]()
@@ -186,7 +186,7 @@ def test_a_run_waits_for_a_checkpoint_whose_copy_takes_half_of_the_host_memory(
             step.backend.park()
         size = sum(parameter.nbytes for parameter in step.parameters) / 2**30
         monkeypatch.setattr(run_checkpoints, "available_gib", lambda: None if free is None else free * size)
-        monkeypatch.setattr(checkpoint, "save", lambda *_, has_read, **__: has_read())
+        monkeypatch.setattr(checkpoint, "save", lambda *_, on_state_read, **__: on_state_read())
         checkpoints = checkpoints_of(step, tmp_path, offloads)
         checkpoints.save()
         assert (checkpoints.writer._write is None) == waits
