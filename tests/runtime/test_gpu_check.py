@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import warnings
@@ -13,18 +14,21 @@ import pytest
 import torch
 from batches import inputs, make_batch
 from pretended_cuda import PretendedCuda
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring import varlen
 from torchrl_grpo.models.scoring.scores import TokenScores
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.planning import speeds
+from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
 from torchrl_grpo.tools.gpu_check import __main__ as command
-from torchrl_grpo.tools.gpu_check import kernels, stages, step
-from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table
-from torchrl_grpo.tools.gpu_check.stages import STAGES, Context, Stage
+from torchrl_grpo.tools.gpu_check import kernels, runs, shapes, step
+from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table, write
+from torchrl_grpo.tools.gpu_check.runs import Context
+from torchrl_grpo.tools.gpu_check.stages import STAGES, Stage
 from torchrl_grpo.tools.verify_resume import read
 
 
@@ -38,12 +42,12 @@ def test_each_result_is_written_before_the_next_stage(
 ) -> None:
     seen: list[list[str]] = []
 
-    def look(context: Context) -> stages.Figures:
+    def look(context: Context) -> runs.Figures:
         path = context.folder / command.RESULTS
         seen.append([one["stage"] for one in json.loads(path.read_text())] if path.exists() else [])
         return {"speed": 2.5, "gpu": "none"}
 
-    def fail(context: Context) -> stages.Figures:
+    def fail(context: Context) -> runs.Figures:
         raise TrainingStopped("it is wrong")
 
     chosen = {"one": Stage(look, ""), "two": Stage(fail, ""), "three": Stage(look, "", lambda _: "no GPU")}
@@ -75,6 +79,102 @@ def test_stages_can_be_chosen(tmp_path: Path, tiny_model_dir: Path, monkeypatch:
     assert command.main(["optimizer.lr=0.1", *common, "--only", "b", "a", "--skip", "b"]) == 0
     assert ran == ["c", "a", "a", "c", "a"]
     assert command.main(["--model", "/nowhere", "--folder", str(tmp_path)]) == 1
+
+
+def test_overrides_follow_stages_too(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Context] = []
+    stage = Stage(lambda context: seen.append(context) or {}, "")  # type: ignore[func-returns-value]
+    monkeypatch.setattr(command, "STAGES", dict.fromkeys("ab", stage))
+    common = ["--folder", str(tmp_path), "--model", str(tiny_model_dir)]
+    assert command.main(["x=1", *common, "--only", "b", "+y=2", "~z", "--skip", "a", "w=3"]) == 0
+    assert [context.words for context in seen] == [["x=1", "+y=2", "~z", "w=3"]]
+    with pytest.raises(SystemExit):
+        command.main([*common, "--only", "c"])
+    assert "c: there is no such stage; write one of a, b" in capsys.readouterr().err
+
+
+def test_stages_that_no_longer_fit_are_skipped_by_name(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleeps(context: Context) -> runs.Figures:
+        runs.call(context, "sleeps", [sys.executable, "-c", "import signal; signal.pause()"])
+        return {}
+
+    chosen = {
+        "cut": Stage(sleeps, "", takes_s=0.1),
+        "long": Stage(sleeps, ""),
+        "short": Stage(lambda _: {}, "", takes_s=-9),
+    }
+    monkeypatch.setattr(command, "STAGES", chosen)
+    common = ["--folder", str(tmp_path), "--model", str(tiny_model_dir)]
+    assert command.main([*common, "--seconds", "1"]) == 0
+    results = json.loads((tmp_path / command.RESULTS).read_text())
+    assert [result["status"] for result in results] == ["skipped", "skipped", "passed"]
+    assert "not done after" in results[0]["reason"]
+    assert results[1]["reason"] == "it takes about 60 s, and --seconds leaves 0"
+    assert command.main([*common, "--limit", "0.5", "--seconds", "9", "--only", "cut"]) == 1
+
+
+def test_a_model_is_made_only_for_stages_that_use_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(context: Context, shape: str) -> Path:
+        made.append(shape)
+        return context.folder / shape
+
+    monkeypatch.setattr(command, "make_model", make)
+    stage = Stage(lambda context: {"model": context.model.name}, "")
+    monkeypatch.setattr(command, "STAGES", {"with": stage, "without": replace(stage, uses_model=False)})
+    # No GPU has been looked for, and no wheel of weights.
+    monkeypatch.setattr(hardware, "present", lambda: Hardware(()))
+    assert command.main(["--folder", str(tmp_path), "--only", "without"]) == 0 and made == []
+    assert command.main(["--folder", str(tmp_path)]) == 0 and made == ["tiny"]
+    monkeypatch.setattr(hardware, "present", lambda: Hardware((80.0,)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command.main(["--folder", str(tmp_path)]) == 0 and made == ["tiny", "smollm2-135m"]
+
+
+def test_two_results_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    common = Result("scores", Status.passed, 1.0, {"nats": 2.0, "gpu": "H100"})
+    write(paths[0], [common, Result("step", Status.passed, figures={"step_s": 0.0})])
+    write(paths[1], [replace(common, figures={"nats": 3.0, "gpu": "H200"}), Result("step", Status.failed)])
+    assert command.main(["--compare", *map(str, paths)]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [
+        ["scores", "nats", "2", "3", "1.5"],
+        ["scores", "gpu", "H100", "H200"],
+        ["step", "result", "passed", "failed"],
+        ["step", "step_s", "0"],
+    ]
+    paths[1].write_text("{}")
+    paths[0].write_text('[{"stage": "x"}]')
+    assert command.main(["--compare", *map(str, paths)]) == 1
+    assert f"--compare {paths[0]}: it is no result of gpu-check" in capsys.readouterr().err
+
+
+def test_a_random_model_has_its_shape_and_reads_any_text(tmp_path: Path) -> None:
+    figures = shapes.write(tmp_path / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
+    assert float(figures["billions"]) == sum(p.numel() for p in model.parameters()) / 1e9
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    assert len(tokenizer) == model.config.vocab_size == 512
+    text = "What is 3 + 4? Größe \n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.decode(range(300, 512)), "each number of the vocabulary is a token"
+    turns = [{"role": "user", "content": "7"}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # The sizes are those of the published models, in billions of weights.
+    for name, billions in (("0.5B", 0.494), ("1.5B", 1.544), ("7B", 7.616)):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shapes.SHAPES[f"Qwen2.5-{name}-Instruct"])
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
 def test_lines_and_the_table() -> None:
@@ -213,18 +313,22 @@ def test_a_number_that_is_none_is_found() -> None:
 
 def test_a_command_that_fails_or_hangs_fails_its_stage(context: Context) -> None:
     with pytest.raises(TrainingStopped, match=r"exit code 3: the last line \(.*/one.log\)"):
-        stages._call(context, "one", [sys.executable, "-c", "print('first\\nthe last line'); exit(3)"])
+        runs.call(context, "one", [sys.executable, "-c", "print('first\\nthe last line'); exit(3)"])
     quick = Context(context.folder, context.model, 0, [], 0.2)
     with pytest.raises(TrainingStopped, match=r"not done after 0.2 s"):
-        stages._call(quick, "two", [sys.executable, "-c", "import signal; signal.pause()"])
-    nothing: stages.Figures = {}
+        runs.call(quick, "two", [sys.executable, "-c", "import signal; signal.pause()"])
+    with pytest.raises(TrainingStopped, match=r"the package of no_such_thing is not installed"):
+        runs.call(context, "three", [sys.executable, "-c", "import no_such_thing.part"])
+    nothing: runs.Figures = {}
     result = command.run_stage("x", Stage(lambda context: {"a": nothing["b"]}, ""), context)
     assert result.status is Status.failed and result.reason == "KeyError: 'b'"
 
 
 def run_folder(folder: Path, **changes: Any) -> Path:
     """A run that has ended well, with changes."""
-    folder.mkdir()
+    weights = folder / "checkpoints/4/model"
+    weights.mkdir(parents=True)
+    save_file({"layer": torch.zeros(2, dtype=changes.pop("dtype", torch.float32))}, weights / "a.safetensors")
     figures = {
         "optimizer/grad_norm": 1.0,
         "publish/logprob_diff_mean": 1e-5,
@@ -243,7 +347,7 @@ def run_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-SAID = "memory: cpu at most 1.00 of 20.00 GiB, while optimizing\n"
+PREDICTED = {"generate": 4.0, "prepare": 1.0, "optimize": 1.0, "peak": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -253,24 +357,32 @@ SAID = "memory: cpu at most 1.00 of 20.00 GiB, while optimizing\n"
         ({"optimizer/grad_norm": 0.0}, "nothing was learned"),
         ({"publish/logprob_diff_mean": 0.1}, "differ by 0.1 nats on average; 0.001 is rounding"),
         ({"publish/logprob_diff_mean": float("nan")}, "differ by nan nats"),
-        ({"peak": 2.0}, "2.00 GiB were used, and 1.0 predicted"),
-        ({"memory/train_cuda_gib": 3.0, "memory/generate_cuda_gib": 1.0}, "3.00 GiB were used"),
+        ({"peak": 2.0}, "memory, peak: 2.00 GiB were used, and 1.00 predicted"),
+        (
+            {"memory/train_cuda_gib": 2.0, "memory/generate_cuda_gib": 4.5},
+            "memory, optimize: 2.00 GiB were used, and 1.00 predicted",
+        ),
+        ({"memory/generate_cuda_gib": 8.0}, "memory, generate: 8.00 GiB were used, and 4.00 predicted"),
+        ({"dtype": torch.bfloat16}, "layer was trained in BF16, and F32 is right"),
     ],
 )
-def test_a_run_with_wrong_figures_fails(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_run_with_wrong_figures_fails(
+    changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "predicted_gib", lambda folder, asynchronous: PREDICTED)
     with pytest.raises(TrainingStopped, match=says):
-        stages._figures(run_folder(tmp_path / "run", **changes), SAID, 1e-3)
+        runs.check(run_folder(tmp_path / "run", **changes), 1e-3)
 
 
-def test_the_figures_of_a_run(tmp_path: Path) -> None:
-    found = stages._figures(run_folder(tmp_path / "run", peak=1.2), SAID, 1e-3)
-    assert found == {
+def test_the_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "predicted_gib", lambda folder, asynchronous: PREDICTED)
+    assert runs.check(run_folder(tmp_path / "run", peak=1.2), 1e-3) == {
         "engine_to_trainer_nats": 1e-5,
         "generated_tokens_per_s": 10.0,
         "trained_tokens_per_s": 20.0,
         "publish_s": 0.1,
         "peak_gib": 1.2,
-        "predicted_gib": 1.0,
+        "peak_predicted_gib": 1.0,
     }
 
 
