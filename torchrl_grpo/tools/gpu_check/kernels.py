@@ -39,7 +39,7 @@ _TIMED_PROMPT, _TIMED_RESPONSES = 512, (1024, 4096, 16_384)
 def environment(model: Path) -> Figures:
     """Read what the machine is, and measure its matrix products and, of a GPU, its memory."""
     choose_kernels()
-    device = _device()
+    device = device_of_check()
     figures: Figures = {**versions("ray", "flash-attn", "bitsandbytes")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -61,7 +61,7 @@ def environment(model: Path) -> Figures:
 def keep_speeds(**measured: float) -> None:
     """Keep speeds of the first GPU for the plans of later runs."""
     try:
-        speeds.write(torch.cuda.get_device_properties(_device()).name, measured)
+        speeds.write(torch.cuda.get_device_properties(device_of_check()).name, measured)
     except OSError as error:
         # The GPU is right also where nothing can be written, as in some containers.
         warnings.warn(
@@ -73,7 +73,7 @@ def keep_speeds(**measured: float) -> None:
 def scores(model: Path) -> Figures:
     """Compare log-probabilities and gradients of the device with those of the CPU, and with each other."""
     choose_kernels()
-    device = _device()
+    device = device_of_check()
     on_cpu = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     there = copy.deepcopy(on_cpu).to(device)
     batch = batch_of(on_cpu.config.vocab_size)
@@ -97,7 +97,7 @@ def scores(model: Path) -> Figures:
 def flash(model: Path) -> Figures:
     """Compare attention over shared prompts without masks with that with masks: numbers, gradients, time."""
     choose_kernels()
-    there = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(_device())
+    there = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device_of_check())
     masked, varlen = (TokenScorer(there, autocast_dtype=torch.bfloat16) for _ in range(2))
     varlen.varlen = True
     if reason := varlen_choice.unsupported(varlen):
@@ -114,7 +114,7 @@ def flash(model: Path) -> Figures:
         figures[f"masks_{name}"], figures[f"varlen_{name}"] = bound, its
         _check(f"varlen_{name}", its, _ERRORS_RATIO * bound)
     there.config.num_hidden_layers = 1
-    layer = AutoModelForCausalLM.from_config(there.config, dtype=torch.float32).to(_device())
+    layer = AutoModelForCausalLM.from_config(there.config, dtype=torch.float32).to(device_of_check())
     # Prepares the layer for rows of groups.
     assert TokenScorer(layer).shares_prefix
     for tokens in _TIMED_RESPONSES:
@@ -139,7 +139,8 @@ def _layer_pass(model: PreTrainedModel, tokens: int, without_masks: bool) -> Non
     hidden.sum().backward()
 
 
-def _device() -> torch.device:
+def device_of_check() -> torch.device:
+    """Return the first GPU, or the CPU."""
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 

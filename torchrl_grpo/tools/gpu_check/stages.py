@@ -13,6 +13,7 @@ from torchrl_grpo.config.engines import engines_with
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.tools.gpu_check import runs
 from torchrl_grpo.tools.gpu_check.runs import BFLOAT16, FLOAT32, NATS, Context, Figures
+from torchrl_grpo.tools.gpu_check.shaped import needs_machine, recipe, speed
 
 _SERVED = (f"inference_model.backend={engines_with(lambda kind: kind.takes_gpu_weights)[0]}",)
 _FIRST_GPU = ("train_model.devices=[0]", "inference_model.devices=[0]")
@@ -37,14 +38,6 @@ class Stage:
     lacks: Callable[[Context], str] = lambda context: ""
     takes_s: float = 60.0
     uses_model: bool = True
-
-
-def make_model(context: Context, shape: str) -> Path:
-    """Return a folder with a random model of a shape, which is written if it is not there yet."""
-    folder = context.folder / "models" / shape
-    if not (folder / "config.json").exists():
-        runs.measure(context, "model", folder)
-    return folder
 
 
 def kernel(name: str) -> Callable[[Context], Figures]:
@@ -269,5 +262,18 @@ STAGES: dict[str, Stage] = {
         "two training ranks with FSDP2, which gather shards of float32 in bfloat16",
         lambda context: _needs_gpus(context) if context.gpus else "",
     ),
+    "speed": Stage(
+        speed, "optimizer steps of several sizes: seconds, FLOP/s, kernels, memory by phase", uses_model=False
+    ),
+    **{
+        f"recipe_{name}": Stage(
+            recipe(name),
+            f"20 steps of +recipe={name} on a random model of its shape",
+            needs_machine(name),
+            120,
+            uses_model=False,
+        )
+        for name in ("cpu", "gpu_24gb", "gpu_80gb", "gpu_8x80gb")
+    },
     "trl": Stage(against_trl, "a training step against TRL", _needs_checkout),
 }

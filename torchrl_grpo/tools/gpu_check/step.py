@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig, PolicyConfig
+from torchrl_grpo.config.values import PrefixAttention
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.noise import hashed
 from torchrl_grpo.models.precision import choose_kernels
 from torchrl_grpo.models.scoring.head import linear
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.scoring.varlen_choice import choose_attention
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.tools.gpu_check.kernels import Figures, batch_of, keep_speeds, seconds
@@ -36,7 +38,9 @@ def step(model: Path) -> Figures:
     choose_kernels()
     device = torch.device("cuda:0")
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
-    loss, _ = build_objective(PolicyConfig(), TokenScorer(weights, autocast_dtype=torch.bfloat16), (1.0,), 48)
+    scorer = TokenScorer(weights, autocast_dtype=torch.bfloat16)
+    choose_attention(scorer, PrefixAttention.auto)
+    loss, _ = build_objective(PolicyConfig(), scorer, (1.0,), 48)
     optimizer_step = OptimizerStep(
         weights,
         loss,
@@ -48,13 +52,14 @@ def step(model: Path) -> Figures:
         use_scaler=False,
         max_skipped_steps=0,
     )
-    batch = _groups(weights.config.vocab_size)
+    batch = groups_of(*batch_of(weights.config.vocab_size))
     # The first step compiles kernels and makes the moments.
     optimizer_step(batch.clone())
     started = time.perf_counter()
     optimizer_step(batch.clone())
     torch.cuda.synchronize()
     figures: Figures = {"step_s": time.perf_counter() - started}
+    figures["attention"] = "varlen" if scorer.varlen else "dense"
     waits = _waits(optimizer_step, batch)
     _check("waits in a micro-batch", len(waits), 0, "; ".join(sorted(set(waits))))
     # The batch is so small that the time is that of launches.
@@ -74,9 +79,15 @@ def step(model: Path) -> Figures:
     return figures | _parked(optimizer_step, batch)
 
 
-def _groups(vocabulary: int) -> TensorDict:
-    """Return a batch of groups, as the buffer gives it."""
-    prompt, prompt_mask, response, mask = batch_of(vocabulary)
+def groups_of(prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor) -> TensorDict:
+    """Return a batch of groups, as the buffer gives it.
+
+    Args:
+        prompt: prompts ``[P, L]``.
+        prompt_mask: where they have tokens.
+        response: responses ``[P, G, T]``.
+        mask: where they have tokens.
+    """
     groups = len(prompt)
     zeros = torch.zeros(response.shape)
     return TensorDict(

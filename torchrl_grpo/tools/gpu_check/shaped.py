@@ -1,0 +1,81 @@
+"""Stages on models of known shapes with random weights: speed, and the recipes as they stand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from torchrl_grpo.runtime import hardware
+from torchrl_grpo.runtime.config_dir import config_dir
+from torchrl_grpo.tools.gpu_check import runs
+from torchrl_grpo.tools.gpu_check.runs import BFLOAT16, NATS, Context, Figures
+
+TINY = "tiny"
+_SPEED_SHAPES = ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-7B-Instruct")
+_STEPS = 20
+# Rounds of a recipe's run: with fewer prompts and shorter responses than the recipe's, so that a round takes
+# seconds, and yet with enough tokens for several micro-batches. The plan has the recipe's longest texts.
+_ON_GPU = ("env.num_envs=8", "env.repeats=8", "inference_model.max_new_tokens=256")
+_ON_CPU = (
+    "env.num_envs=2",
+    "env.repeats=4",
+    "inference_model.max_new_tokens=8",
+    "inference_model.max_model_len=128",
+    "inference_model.backend=transformers",
+)
+# A GPU of 24 or 80 GB has a little less.
+_USABLE = 0.9
+_GPUS = re.compile(r"gpu_(?:(\d+)x)?(\d+)gb")
+
+
+def make_model(context: Context, shape: str) -> Path:
+    """Return a folder with a random model of a shape, which is written if it is not there yet."""
+    folder = context.folder / "models" / shape
+    if not (folder / "config.json").exists():
+        runs.measure(context, "model", folder)
+    return folder
+
+
+def speed(context: Context) -> Figures:
+    """Measure optimizer steps of several shapes, each in a process of its own."""
+    figures: Figures = {}
+    for shape in _SPEED_SHAPES if context.gpus else (TINY,):
+        label = shape.removeprefix("Qwen2.5-").removesuffix("-Instruct")
+        for name, figure in runs.measure(context, "speed", make_model(context, shape)).items():
+            figures[f"{label}_{name}"] = figure
+    return figures
+
+
+def recipe(name: str) -> Callable[[Context], Figures]:
+    """Return a stage that trains with a recipe for 20 steps, on a random model of its shape."""
+
+    def run(context: Context) -> Figures:
+        settings = yaml.safe_load((config_dir() / "recipe" / f"{name}.yaml").read_text())
+        shape = settings["model"]["name"].rpartition("/")[2] if context.gpus else TINY
+        samples = 64 if context.gpus else 8
+        words = ["--config-name=grpo_gsm8k", f"+recipe={name}", *(_ON_GPU if context.gpus else _ON_CPU)]
+        words += [f"train.total_dialog_turns={_STEPS * samples}", "train.checkpoint_frequency=10"]
+        words += ["eval.num_problems=4", "eval.frequency=10"]
+        runs.train(context, f"recipe_{name}", words, model=make_model(context, shape))
+        return runs.check(context.folder / f"recipe_{name}", NATS[BFLOAT16], _STEPS)
+
+    return run
+
+
+def needs_machine(name: str) -> Callable[[Context], str]:
+    """Return the check of whether the machine is one that the recipe is for; a CPU runs all, but tiny."""
+    size = _GPUS.fullmatch(name)
+
+    def lacks(context: Context) -> str:
+        if not context.gpus:
+            return ""
+        if size is None:
+            return "it is for a machine without a GPU"
+        count, gib = int(size[1] or 1), int(size[2])
+        large = [gpu for gpu in hardware.present().gpus if gpu is None or gpu >= _USABLE * gib]
+        return "" if len(large) >= count else f"it needs {count} x {gib} GB of GPU memory"
+
+    return lacks
