@@ -61,6 +61,6 @@ printf 'ACCELERATOR=%s\nVLLM=%s\n' "$ACCELERATOR" "${VLLM:-0.32}" >"$kit/setting
 
 say "checking that the wheels suffice"
 rm -rf "$work/venv"
-PIP_NO_INDEX=1 UV_NO_INDEX=1 UV_OFFLINE=1 PIP_FIND_LINKS=$kit/wheels bash scripts/setup.sh --lock "$work/offline.toml" \
+PIP_NO_INDEX=1 UV_NO_INDEX=1 UV_OFFLINE=1 PIP_FIND_LINKS=$kit/wheels bash scripts/setup.sh --lock "$work/pylock.offline.toml" \
     || die "a package is missing in $kit/wheels; uv's message is above"
 say "$kit is ready, $(du -sh "$kit" | cut -f1); on the target: bash setup.sh"

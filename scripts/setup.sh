@@ -3,8 +3,8 @@
 #
 #   scripts/setup.sh          what training needs
 #   scripts/setup.sh --dev    that, and what tests, lint and the documentation's site need
-#   scripts/setup.sh --lock PATH    install nothing; write what training needs into a file, as pylock.toml (PEP 751),
-#                                   with an environment venv beside it that has pip
+#   scripts/setup.sh --lock PATH/pylock.toml    install nothing; write what training needs into this file (PEP 751),
+#                                               with an environment venv beside it that has pip
 #
 # A second call returns at once: a stamp in the .venv holds a checksum of everything the installation
 # depends on. Environment variables that matter:
