@@ -32,7 +32,13 @@ def save(run_dir: Path, step: int, writer: BackgroundWriter | None = None) -> to
     def write(on_state_read: Any) -> None:
         state = {"step": step, "weights": weights}
         checkpoint.save(
-            run_dir, step, cfg=Config(), write_model=write_model, state=state, keep=1, on_state_read=on_state_read
+            run_dir,
+            step,
+            cfg=Config(),
+            write_model=write_model,
+            state=state,
+            keep=1,
+            on_state_read=on_state_read,
         )
 
     writer = writer or BackgroundWriter()

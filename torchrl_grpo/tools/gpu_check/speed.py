@@ -87,7 +87,8 @@ def speed(model: Path) -> Figures:
         if device.type == "cuda":
             peaks[phase] = torch.cuda.max_memory_allocated(device) / GIB
     step_s = float(figures["optimize_s"])
-    figures["passes_s"] = passes_s = seconds(lambda: learner.optimizer_step.accumulate(batch))
+    (share,), totals = learner.optimizer_step.divide(batch)
+    figures["passes_s"] = passes_s = seconds(lambda: learner.optimizer_step.accumulate(share, totals))
     learner.optimizer_step.backend.zero_grad()
     figures["update_s"] = max(0.0, step_s - passes_s)
     lengths = [[response] * samples] * groups
