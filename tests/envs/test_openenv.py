@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +30,14 @@ from torchrl_grpo.envs.episodes.offers import offer_of, open_host
 from torchrl_grpo.envs.episodes.openenv import client as openenv_client
 from torchrl_grpo.envs.episodes.openenv import session as openenv_session
 from torchrl_grpo.envs.episodes.openenv.actions import form_of
+from torchrl_grpo.envs.episodes.openenv.arguments import OpenEnvArguments
+from torchrl_grpo.envs.episodes.openenv.episode import OpenEnvEpisode
 from torchrl_grpo.envs.episodes.openenv.problems import seeds
 from torchrl_grpo.envs.episodes.processes import EpisodeHost, EpisodeProcess
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.errors import CheckpointError, ConfigError
 
-Change = Callable[[fake_openenv.Session, str, dict[str, Any]], "str | bytes | None"]
+Change = Callable[[fake_openenv.Session, str, dict[str, Any]], "str | bytes | list[str] | None"]
 
 
 class Play:
@@ -307,6 +310,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "bytes": (text_of(b"\xff\xfe"), "is no JSON"),
     "no object": (text_of("[1]"), "is no JSON object"),
     "no data": (text_of('{"type": "observation"}'), "has no data"),
+    "pushed": (
+        text_of('{"type": "pong", "data": {"observation": {"text": "x"}, "reward": 5, "done": false}}'),
+        "the answer to step is of the type 'pong', not observation",
+    ),
     "long": (text_of("x" * 5 * 2**20), "closed the session"),
     "error": (
         text_of('{"type": "error", "data": {"message": "it broke", "code": "EXECUTION_ERROR"}}'),
@@ -324,6 +331,38 @@ def test_what_a_server_says_wrong_fails_the_episode_alone(text: tuple[FakeOpenEn
     server.change = replaced()
     runner = played.episode()
     assert runner.step("abcd").messages[0]["content"] == "dcba" and runner.record.error is None
+
+
+def test_an_answer_too_many_is_not_taken_for_the_next_one(text: tuple[FakeOpenEnv, Play]) -> None:
+    server, played = text
+    runner, other = played.episode(), played.episode()
+    refused = {"type": "error", "data": {"message": "no action", "code": "VALIDATION_ERROR"}}
+    server.change = lambda session, kind, answer: (
+        [json.dumps(refused)] * (kind == "step") + [json.dumps(answer)]
+    )
+    assert "no action" in runner.step("one").messages[0]["content"]
+    server.change = replaced(reward=1.0, done=False)
+    # Time for what is on its way.
+    other.step("one")
+    assert runner.step("two").done and runner.record.reward == 0.0
+    assert "sent a message that is no answer" in str(runner.record.error)
+
+
+def test_the_answers_of_an_episode_are_not_kept(text: tuple[FakeOpenEnv, Play]) -> None:
+    server, _ = text
+    observation = {"text": "x", "metadata": [{}] * 50_000}
+    data = {"observation": observation, "reward": 0.5, "done": False}
+    server.change = text_of(json.dumps({"type": "observation", "data": data}))
+    arguments = OpenEnvArguments()
+    episode = OpenEnvEpisode(server.url, form_of(TEXT, None), 60.0, 2_000, arguments)
+    episode.reset(Example("x", [{"role": "user", "content": "-"}]))
+    tracemalloc.start()
+    try:
+        assert [episode.step("abcd").reward for _ in range(3)] == [0.5] * 3
+        assert tracemalloc.get_traced_memory()[0] < 2**21
+    finally:
+        tracemalloc.stop()
+        episode.close()
 
 
 def test_a_long_answer_is_cut_and_half_characters_are_replaced(text: tuple[FakeOpenEnv, Play]) -> None:

@@ -60,7 +60,7 @@ class FakeOpenEnv:
     Args:
         action: JSON schema of an action.
         change: function of a session, the kind of a message and the answer to it, which returns the text that
-            is sent, or None to close the connection.
+            is sent, a list of texts, or None to close the connection.
         most_sessions: number of sessions at a time.
         port: port; 0 for any.
 
@@ -71,7 +71,7 @@ class FakeOpenEnv:
     def __init__(
         self,
         action: dict[str, Any] = TEXT,
-        change: Callable[[Session, str, dict[str, Any]], str | bytes | None] | None = None,
+        change: Callable[[Session, str, dict[str, Any]], str | bytes | list[str] | None] | None = None,
         most_sessions: int = 1_000,
         port: int = 0,
     ) -> None:
@@ -123,7 +123,8 @@ class FakeOpenEnv:
                 reply = self.change(session, kind, answer)
                 if reply is None:
                     break
-                connection.send(reply)
+                for part in reply if isinstance(reply, list) else [reply]:
+                    connection.send(part)
         except ConnectionClosed:
             pass
         finally:

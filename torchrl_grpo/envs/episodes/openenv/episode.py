@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import zlib
@@ -41,8 +42,8 @@ class OpenEnvEpisode:
         self._max_characters = max_characters
         self._fields, self._parameters = arguments.fields, arguments.reset
         self._session: Session | None = None
-        # What was sent in this episode, with the answers.
-        self._sent: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        # What was sent in this episode, with digests of the answers: whole ones may be large.
+        self._sent: list[tuple[str, dict[str, Any], bytes]] = []
 
     def reset(self, example: Example) -> list[Message]:
         """Start the episode, and return the question with what the environment shows."""
@@ -112,7 +113,7 @@ class OpenEnvEpisode:
                 self.close()
                 raise
             else:
-                self._sent.append((kind, data, answer))
+                self._sent.append((kind, data, _digest(answer)))
                 return answer
         raise AssertionError
 
@@ -131,8 +132,8 @@ class OpenEnvEpisode:
         """Repeat what was sent in this episode in a new session."""
         changed = f"the session with {self._url} ended, and a new one answers the same actions otherwise"
         try:
-            for kind, data, answer in self._sent:
-                if _compared(session.ask(kind, data, end)) != _compared(answer):
+            for kind, data, digest in self._sent:
+                if _digest(session.ask(kind, data, end)) != digest:
                     raise ServerError(changed)
         except ServerError as error:
             # Without its code, which may be that of a wrong action.
@@ -175,9 +176,10 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _compared(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return what must be the same when an episode is repeated: all but the metadata."""
+def _digest(answer: dict[str, Any]) -> bytes:
+    """Return a digest of what must be the same when an episode is repeated: all but the metadata."""
     observation = answer.get("observation")
     if isinstance(observation, dict):
         observation = {name: value for name, value in observation.items() if name != "metadata"}
-    return {"observation": observation, "reward": answer.get("reward"), "done": answer.get("done")}
+    compared = [observation, answer.get("reward"), answer.get("done")]
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest()

@@ -107,9 +107,13 @@ class Session:
 
         Raises:
             SessionLost: the connection has ended.
-            ServerError: the server answers with an error, or with something that is no answer.
+            ServerError: the server answers with an error, with something that is no answer to this message,
+                or has sent more than its answers before.
             TimeoutError: the answer does not come in time.
         """
+        if kind != "state":
+            # A new session begins with it, and a server that refuses one may have sent why already.
+            self._check_nothing_unread()
         message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
         # A server that refuses a session closes it after it has sent why.
         with contextlib.suppress(ConnectionClosed):
@@ -129,7 +133,18 @@ class Session:
             text = f"{content.get('message', 'no message')!s:.500}"
             text += f" {details!s:.500}" if details else ""
             raise ServerError(text, str(content.get("code", "")))
+        expected = "state" if kind == "state" else "observation"
+        if answer.get("type") != expected:
+            raise ServerError(
+                f"the answer to {kind} is of the type {answer.get('type')!r:.80}, not {expected}"
+            )
         return content
+
+    def _check_nothing_unread(self) -> None:
+        """Refuse a message that nothing was sent for. It would be taken for the next answer."""
+        with contextlib.suppress(ConnectionClosed, TimeoutError):
+            text = self._socket.recv(timeout=0)
+            raise ServerError(f"{self._url} sent a message that is no answer: {text!r:.80}")
 
     def close(self) -> None:
         """End the session."""
