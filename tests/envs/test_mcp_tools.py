@@ -251,6 +251,12 @@ def test_a_server_without_tools_is_refused(hostile: Callable[..., Config], kind:
         ({"parameters": {"properties": {"a b": {}}}}, "the name of a parameter"),
         ({"parameters": {"required": ["x"]}}, "requires parameters that it does not describe"),
         ({"parameters": {"required": [[]]}}, "requires parameters that it does not describe"),
+        ({"parameters": {"properties": {"x": {"type": 5}}}}, "a type of its parameters is no name"),
+        ({"parameters": {"properties": {"x": {"type": [[]]}}}}, "a type of its parameters is no name"),
+        ({"parameters": {"properties": {"x": {"anyOf": [{"oneOf": 5}]}}}}, "a type of its parameters"),
+        ({"name": "zqx_first"}, "the letters zqx, which are reserved"),
+        ({"description": "Act. zqxanswerxqz"}, "the letters zqx, which are reserved"),
+        ({"parameters": {"properties": {"x": {"enum": ["zqxargumentxqz"]}}}}, "the letters zqx"),
     ],
 )
 def test_an_offer_that_is_no_description_of_a_tool_is_refused(changes: dict[str, Any], why: str) -> None:

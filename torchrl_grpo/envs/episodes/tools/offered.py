@@ -13,6 +13,8 @@ from torchrl_grpo.errors import ConfigError
 
 # Letters that no chat template and no format of calls takes for something else.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# What this project's own words begin with, by which it finds its way in what a chat template writes.
+_OWN_WORDS = "zqx"
 # Longest description of a tool with its parameters, as JSON.
 _MOST_CHARACTERS = 16_384
 
@@ -82,10 +84,27 @@ def _wrong(name: object, description: object, parameters: object) -> str | None:
     if not isinstance(required, list) or not all(isinstance(key, str) and key in names for key in required):
         return "it requires parameters that it does not describe"
     try:
-        text = json.dumps([description, parameters], ensure_ascii=False)
+        text = json.dumps([name, description, parameters], ensure_ascii=False)
         text.encode()
+        has_types = all(map(_has_types, properties.values()))
     except (ValueError, RecursionError):
         return "its parameters are no JSON of ordinary text"
     if len(text) > _MOST_CHARACTERS:
         return f"its description has {len(text)} characters, more than {_MOST_CHARACTERS}"
-    return None
+    if not has_types:
+        return "a type of its parameters is no name of a type and no list of names"
+    return f"it has the letters {_OWN_WORDS}, which are reserved" if _OWN_WORDS in text else None
+
+
+def _has_types(schema: object) -> bool:
+    """Whether a schema, with each of its choices, declares its types as a name or a list of names."""
+    if not isinstance(schema, dict):
+        return False
+    declared = schema.get("type", [])
+    names = [declared] if isinstance(declared, str) else declared
+    choices = [schema.get(key, []) for key in ("anyOf", "oneOf")]
+    return (
+        isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and all(isinstance(some, list) and all(map(_has_types, some)) for some in choices)
+    )
