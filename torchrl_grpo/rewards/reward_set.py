@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import re
 import sys
 import threading
@@ -26,6 +25,8 @@ from torchrl_grpo.runtime.printable import printable
 _log = logging.getLogger(__name__)
 # Types of errors that a reward's process has passed on. The error of the reward follows.
 _OF_PROCESSES = re.compile(r"^((JobFailed|JobError|JobTimeout|UserCodeError): )+")
+# Largest size of a reward. Advantages are float32, which also holds weighted sums of such rewards.
+_LARGEST = 1e30
 
 
 class RewardSet:
@@ -99,9 +100,9 @@ class RewardSet:
             examples: problems, one for each completion.
 
         Returns:
-            The scores, in the same order. A reward that raises or returns a number that is not finite counts
-            as ``on_error``, or as :class:`~torchrl_grpo.rewards.types.NoVerdict` says. Its error is in
-            ``errors``, is logged with the completion, and is counted in :attr:`error_count`.
+            The scores, in the same order. A reward that raises, or returns a number that is not finite or
+            above 1e30, counts as ``on_error``, or as :class:`~torchrl_grpo.rewards.types.NoVerdict` says. Its
+            error is in ``errors``, is logged with the completion, and is counted in :attr:`error_count`.
 
         Raises:
             ValueError: the two lengths differ.
@@ -269,7 +270,7 @@ def read_result(result: Result | Exception) -> tuple[float, dict[str, float]]:
     """Split the result of a reward into its score and its components.
 
     Raises:
-        Exception: ``result`` is an exception, or has something else than finite numbers.
+        Exception: ``result`` is an exception, or has something else than numbers up to 1e30 in size.
     """
     if isinstance(result, Exception):
         raise result
@@ -282,6 +283,6 @@ def read_result(result: Result | Exception) -> tuple[float, dict[str, float]]:
         raise TypeError("it returned None, not a number; is a return statement missing?")
     numbers = {name: float(value) for name, value in parts.items()}
     for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}, not a finite number")
+        if not abs(value) <= _LARGEST:
+            raise ValueError(f"{name} is {value}, not a finite number of a size up to {_LARGEST:g}")
     return numbers.pop("score"), numbers
