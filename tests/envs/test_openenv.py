@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +37,7 @@ from torchrl_grpo.envs.episodes.openenv.episode import OpenEnvEpisode
 from torchrl_grpo.envs.episodes.openenv.problems import seeds
 from torchrl_grpo.envs.episodes.processes import EpisodeHost, EpisodeProcess
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
+from torchrl_grpo.envs.episodes.types import Step
 from torchrl_grpo.errors import CheckpointError, ConfigError
 
 Change = Callable[[fake_openenv.Session, str, dict[str, Any]], "str | bytes | list[str] | None"]
@@ -262,6 +265,40 @@ def test_a_lost_session_is_opened_again_and_repeats_the_episode(text: tuple[Fake
     assert replies(0, 2, 7, 8) == undisturbed
     # Each loss takes one session more.
     assert len(server.sessions) == 2 * 7 + 5 + 4
+
+
+def test_sessions_that_are_cut_at_any_moment_lose_and_double_nothing(
+    text: tuple[FakeOpenEnv, Play],
+) -> None:
+    server, played = text
+    draw, ended, cuts = random.Random(0), threading.Event(), [0]
+
+    def played_out(runner: EpisodeRunner) -> tuple[list[Step], str | None]:
+        steps = [runner.step(message) for message in ("one", "two", "three")]
+        runner.close()
+        return steps, runner.record.error
+
+    def play_all() -> list[tuple[list[Step], str | None]]:
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(played_out, [EpisodeRunner(played.options, each) for each in examples]))
+
+    def cut() -> None:
+        while cuts[0] < 10 and not ended.wait(draw.uniform(0.0, 0.05)):
+            cuts[0] += server.cut(draw)
+
+    examples = [played.episode(seed)._example for seed in range(8)]
+    undisturbed = play_all()
+    assert not any(error for _, error in undisturbed)
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    try:
+        while cuts[0] < 10:
+            for whole, (steps, error) in zip(undisturbed, play_all(), strict=True):
+                # An action that is cut three times is given up.
+                assert (steps, error) == whole or "closed the session" in str(error)
+    finally:
+        ended.set()
+        cutter.join()
 
 
 def test_an_environment_that_cannot_be_repeated_fails_the_episode(text: tuple[FakeOpenEnv, Play]) -> None:

@@ -7,7 +7,10 @@ Its environment turns a message around. The rewards and the end depend on the me
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import socket
 import sys
 import threading
 import zlib
@@ -48,6 +51,7 @@ ADD = {
 class Session:
     """A session and what was sent in it: kinds and data, with the answers."""
 
+    connection: ServerConnection
     sent: list[tuple[str, Any, Any]] = field(default_factory=list)
     seed: int = 0
     steps: int = 0
@@ -97,6 +101,15 @@ class FakeOpenEnv:
     def serve(self) -> None:
         self._server.serve_forever()
 
+    def cut(self, draw: random.Random) -> bool:
+        """Cut the connection of any open session, and return whether there was one."""
+        with self._lock:
+            sessions = [session for session in self.sessions if not session.is_closed]
+        if sessions:
+            with contextlib.suppress(OSError):
+                draw.choice(sessions).connection.socket.shutdown(socket.SHUT_RDWR)
+        return bool(sessions)
+
     def _page(self, connection: ServerConnection, request: Request) -> Response | None:
         if request.path != "/schema":
             return None
@@ -104,7 +117,7 @@ class FakeOpenEnv:
         return Response(HTTPStatus.OK, "OK", Headers({"Content-Length": str(len(body))}), body)
 
     def _serve(self, connection: ServerConnection) -> None:
-        session = Session()
+        session = Session(connection)
         with self._lock:
             has_room = sum(not other.is_closed for other in self.sessions) < self._most_sessions
             if has_room:
