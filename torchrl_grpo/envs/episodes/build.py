@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import ENVIRONMENTS, load_built_in
@@ -148,17 +148,22 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
         if not schemas:
             return example
         messages = [dict(message) for message in example.messages]
-        tools = describe(schemas, use.reader.form.example)
         if messages and messages[0]["role"] == "system":
-            messages[0]["content"] += "\n\n" + tools
+            messages[0]["content"] += "\n\n" + described
         else:
-            messages.insert(0, {"role": "system", "content": tools})
-        trusted = None if example.trusted is None else [*example.trusted, tools]
+            messages.insert(0, {"role": "system", "content": described})
+        trusted = None if example.trusted is None else [*example.trusted, described]
         return replace(example, messages=messages, trusted=trusted)
 
+    described = _described(schemas, use)
     problems = separate_prompts(problems, f"env.environment={cfg.env.environment}")
     train, held_out = map(with_tools, problems.train), map(with_tools, problems.held_out)
     return replace(problems, train=list(train), held_out=list(held_out))
+
+
+def _described(schemas: Sequence[Mapping[str, Any]], use: ToolUse) -> str:
+    """Return the description of tools for a system message; empty if the template describes them."""
+    return describe(schemas, use.reader.form.example) if schemas and not use.is_native else ""
 
 
 def _token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
@@ -280,11 +285,23 @@ def _with_host(
         form=offer.form,
         max_turns=cfg.env.max_turns,
     )
+    in_template, described = (schemas if use.is_native else []), _described(schemas, use)
+
+    def make_runner(example: Example) -> EpisodeRunner:
+        # Servers were asked again. What they offered at first was checked, and is in the prompts.
+        if example.tools != in_template or described not in example.messages[0]["content"]:
+            servers = ", ".join(filter(is_remote, (*cfg.env.tools, cfg.env.environment or "")))
+            raise ConfigError(
+                f"env.environment, env.tools: {servers} no longer offers the tools that are in the "
+                "prompts; let the server offer the same to each connection, or start the run again"
+            )
+        return EpisodeRunner(options, example)
+
     return EpisodeEngine(
         engine,
         tokenizer,
         turn_tokens,
-        partial(EpisodeRunner, options),
+        make_runner,
         is_quick=options.is_quick,
         max_turns=cfg.env.max_turns,
         max_turn_tokens=cfg.env.max_turn_tokens,
