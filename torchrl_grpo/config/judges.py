@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -153,8 +154,9 @@ def judge_config(cfg: Config, name: str) -> JudgeConfig:
     _check_place(args, prefix)
     _check_question(args, prefix)
     scale = args.scale
-    if len(scale) != 2 or scale[0] >= scale[1]:
-        wrong = "it must be two numbers, the worst score and a larger best one"
+    # Not so of infinite bounds or NaN either.
+    if len(scale) != 2 or not 0 < scale[1] - scale[0] < math.inf:
+        wrong = "it must be two finite numbers, the worst score and a larger best one"
         raise bad_value(f"{prefix}.scale", scale, wrong, f"{prefix}.scale=[1,10]")
     for field in args.request:
         if field in _OWN_FIELDS:

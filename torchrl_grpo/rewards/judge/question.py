@@ -27,10 +27,7 @@ _SYSTEM = (
 )
 _Read = TypeVar("_Read")
 _SCORE, _RANKING = "score", "ranking"
-# Largest number of places at which the JSON object of an answer is looked for.
-_MOST_PLACES = 200
-# How a JSON object begins, and an answer without thoughts.
-_OBJECT = re.compile(r'\{\s*+"')
+# How an answer without thoughts begins.
 _VERDICT = re.compile(r"\s*+(?:```\w*+\s*+)?\{")
 
 
@@ -197,33 +194,44 @@ def _form(fields: Mapping[str, str]) -> str:
 def _only(answer: str, name: str, read: Callable[[Mapping[str, Any]], _Read]) -> _Read:
     """Read the JSON object of an answer, after its thoughts, that has a certain name.
 
-    A judge may quote a response, which may have such an object too. So neither what stands in a broken object
-    is read, nor one of several that differ.
+    A judge may quote a response, which may have such an object too. So nothing is read if an object is broken
+    or has a name twice, or if several whole ones differ, and objects inside others do not count.
     """
     answer = _without_thoughts(answer)
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=_fields)
+    # How an object begins that would say something if it were whole.
+    beginning = re.compile(rf"""\{{\s*+(?:["']|{name}\b)""")
     verdicts: list[Mapping[str, Any]] = []
     end = 0
-    for count, match in enumerate(re.finditer(r"\{", answer)):
-        if count == _MOST_PLACES:
-            break
+    for match in re.finditer(r"\{", answer):
         if match.start() < end:
             continue
         try:
-            fields, after = decoder.raw_decode(answer, match.start())
+            fields, end = decoder.raw_decode(answer, match.start())
         except (ValueError, RecursionError):
-            if _OBJECT.match(answer, match.start()):
+            if beginning.match(answer, match.start()):
                 verdicts = []
                 break
             continue
         if name in fields:
             verdicts.append(fields)
-            end = after
     if not verdicts:
         raise BadVerdict(f"it has no JSON object with {name}: {_short(answer)}")
     if any(fields != verdicts[0] for fields in verdicts):
         raise BadVerdict(f"it has several JSON objects with {name}: {_short(answer)}")
     return read(verdicts[0])
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a JSON object.
+
+    Raises:
+        ValueError: a name is there twice. A response could have brought the judge to add the second.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name is there twice")
+    return fields
 
 
 def _without_thoughts(answer: str) -> str:
