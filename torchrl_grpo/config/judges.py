@@ -99,7 +99,7 @@ class JudgeConfig:
     cache: str | None = key(
         CACHE_OF_RUN,
         "Folder of the verdicts that are asked for once only; run is the folder judge of the run, null keeps "
-        "none.",
+        "none, so that each response is judged by itself.",
     )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from torchrl_grpo.data.control_texts import any_of, broken, control_texts
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -98,21 +100,17 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
         self._tokenizer = tokenizer
-        # A single character cannot be broken.
-        added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content.strip()) > 1]
-        self._special = {token.content for token in added if token.special}
+        self.texts = texts = control_texts(tokenizer, chat_template)
+        tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.content in texts]
+        self._special = {token.content for token in tokens if token.special}
         self._taught = special_tags(tokenizer)
-        # A template also has words and line breaks that it does not write as tokens.
-        tags = {token.content for token in added if re.search(r"[^\w\s]", token.content)}
-        texts = self._special | {text for text in tags if text in chat_template}
-        self.texts = frozenset(texts)
-        self._control = _any_of(texts)
+        self._control = any_of(texts)
         # A text may end with the start of a control token, and the next one begin with its end.
         self._starts = {text[:size] for text in texts for size in range(1, len(text))}
         self._ends = {text[size:] for text in texts for size in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
         # Such tokens are found after characters have been replaced, for example those of full width.
-        is_normalized = any(token.normalized for token in added if token.content in texts)
+        is_normalized = any(token.normalized for token in tokens)
         self._normalizer = (
             tokenizer.backend_tokenizer.normalizer if is_normalized and tokenizer.is_fast else None
         )
@@ -164,7 +162,7 @@ class ControlTokens:
             text: the solution.
             trusted: texts of the configuration, see :class:`~torchrl_grpo.data.example.Example`.
         """
-        return self._broken(text, _any_of(self._not_learned(text, trusted)))
+        return self._broken(text, any_of(self._not_learned(text, trusted)))
 
     def _not_learned(self, text: str, trusted: Sequence[str] | None) -> set[str]:
         if trusted is None:
@@ -225,10 +223,7 @@ class ControlTokens:
         normalized = self._normalized(text)
         if len(pattern.findall(normalized)) > len(pattern.findall(text)):
             text = normalized
-        # Once is not enough for tokens that overlap.
-        while pattern.search(text):
-            text = pattern.sub(lambda match: match[0][0] + _MARK + match[0][1:], text)
-        return text
+        return broken(text, pattern, _MARK)
 
     def _without_marks(self, text: str) -> list[int]:
         if not self._tokenizer.is_fast:
@@ -241,11 +236,6 @@ class ControlTokens:
             for token, piece in zip(encoded["input_ids"], pieces, strict=True)
             if not piece or visible(piece)
         ]
-
-
-def _any_of(texts: set[str]) -> re.Pattern[str]:
-    """Return a pattern of any of the texts, which prefers longer ones as tokenizers do."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 def _split(text: str, trusted: Sequence[str]) -> tuple[str, str, str]:

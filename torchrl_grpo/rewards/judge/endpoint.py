@@ -22,6 +22,9 @@ _ROUTE = "/chat/completions"
 _PASSING = frozenset({408, 409, 425, 429})
 # Bytes of the longest answer that is read, and characters of the longest verdict.
 _MOST_BYTES, MOST_CHARACTERS = 2**20, 16_000
+# Characters of the shortest key that is a secret. A shorter one stands in where a key is not needed, and any
+# answer may have it.
+_SHORTEST_SECRET = 8
 # Seconds of the longest wait between two attempts, of what the endpoint asks for, and before a closed
 # connection: servers close an unused one after 5 s, and a request that is sent at that moment is lost.
 _LONGEST_WAIT_S, _LONGEST_RETRY_AFTER_S, _IDLE_S = 30.0, 60.0, 2.0
@@ -136,6 +139,9 @@ class Endpoint:
             # Prompts and the key would go to wherever a redirect names.
             async with self._session.post(self._url, json=body, allow_redirects=False) as answer:
                 content = await _read(answer)
+                if self._key is not None and len(self._key) >= _SHORTEST_SECRET:
+                    # An endpoint may repeat it, and answers are kept.
+                    content = content.replace(self._key.encode(), b"[key]")
                 if answer.status != 200:
                     passes = answer.status >= 500 or answer.status in _PASSING
                     text = content[:500].decode(errors="replace").strip()

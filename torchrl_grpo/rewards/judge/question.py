@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchrl_grpo.config.judges import REASON, JudgeConfig
+from torchrl_grpo.data.control_texts import USUAL, broken
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.thoughts import after_last, end_of_first
 from torchrl_grpo.errors import ConfigError
@@ -41,8 +42,17 @@ def visible(completion: str) -> str:
     return str(completion) if end is None else str(completion)[end:].lstrip()
 
 
-def absolute(args: JudgeConfig, example: Example, response: str) -> list[dict[str, str]]:
-    """Return the messages that ask for the scores of one response."""
+def absolute(
+    args: JudgeConfig, example: Example, response: str, control: re.Pattern[str] = USUAL
+) -> list[dict[str, str]]:
+    """Return the messages that ask for the scores of one response.
+
+    Args:
+        args: arguments of the judge.
+        example: problem of the response.
+        response: what the judge sees of it.
+        control: texts that the judge's tokenizer may make control tokens of, which are broken by a space.
+    """
     tag = _tag(example, [response])
     low, high = (f"{bound:g}" for bound in args.scale)
     number = f"a number from {low} (worst) to {high} (best)"
@@ -54,6 +64,7 @@ def absolute(args: JudgeConfig, example: Example, response: str) -> list[dict[st
         [f"<response-{tag}>\n{response}\n</response-{tag}>"],
         "Judge the response. Answer with JSON of this form, with what the angle brackets describe: "
         f"{_form(fields)}",
+        control,
     )
 
 
@@ -81,8 +92,13 @@ def read_scores(args: JudgeConfig, answer: str) -> dict[str, float]:
     return _only(answer, names[0], read)
 
 
-def ranking(args: JudgeConfig, example: Example, responses: Sequence[str]) -> list[dict[str, str]]:
-    """Return the messages that ask for an order of several responses, shown in a random order."""
+def ranking(
+    args: JudgeConfig, example: Example, responses: Sequence[str], control: re.Pattern[str] = USUAL
+) -> list[dict[str, str]]:
+    """Return the messages that ask for an order of several responses, shown in a random order.
+
+    The arguments are those of :func:`absolute`.
+    """
     tag = _tag(example, responses)
     order = shown(example, responses)
     blocks = [
@@ -98,6 +114,7 @@ def ranking(args: JudgeConfig, example: Example, responses: Sequence[str]) -> li
         f"Compare the {len(responses)} responses. The order in which they are shown means nothing. Put the "
         "numbers of equally good responses into a list of their own, as in [2, [1, 3]]. Answer with JSON of "
         f"this form, with what the angle brackets describe: {_form(fields)}",
+        control,
     )
 
 
@@ -145,19 +162,26 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _messages(
-    args: JudgeConfig, example: Example, tag: str, blocks: Sequence[str], task: str
+    args: JudgeConfig,
+    example: Example,
+    tag: str,
+    blocks: Sequence[str],
+    task: str,
+    control: re.Pattern[str],
 ) -> list[dict[str, str]]:
     if args.criteria:
         rubric = "\n".join(f"- {name}: {question}" for name, question in args.criteria.items())
     else:
         rubric = args.rubric
     conversation = "\n\n".join(f"{message['role']}: {message['content']}" for message in example.messages)
-    parts = [f"What a good response is:\n{rubric}", f"<prompt-{tag}>\n{conversation}\n</prompt-{tag}>"]
+    material = [f"<prompt-{tag}>\n{conversation}\n</prompt-{tag}>"]
     if args.reference is not None and (answer := reference(example, args.reference)) is not None:
-        parts.append(f"<reference-{tag}>\n{answer}\n</reference-{tag}>")
+        material.append(f"<reference-{tag}>\n{answer}\n</reference-{tag}>")
+    # Such a token would end the message, and a response could go on in the name of the judge.
+    shown_text = broken("\n\n".join([*material, *blocks]), control, " ")
     return [
         {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": "\n\n".join([*parts, *blocks, task])},
+        {"role": "user", "content": f"What a good response is:\n{rubric}\n\n{shown_text}\n\n{task}"},
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.judges import CACHE_OF_RUN, JudgeConfig, JudgeMode, judge_config, reward_gpu
+from torchrl_grpo.data.control_texts import USUAL
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.judge import question
@@ -36,7 +37,7 @@ class _Judge(ABC):
         name: name of the reward.
         args: arguments of the judge.
         key: the endpoint's key.
-        folder: folder of the verdicts; None for none.
+        folder: folder of the verdicts; None to keep them in memory. Without a cache none is kept.
         server: the judge's own server, closed with it; None if the arguments have an address.
     """
 
@@ -50,9 +51,10 @@ class _Judge(ABC):
     ) -> None:
         self.name, self.parallel_calls = name, args.concurrency
         self._args = args
-        self._verdicts = Verdicts(folder, own=args.cache != CACHE_OF_RUN)
+        self._verdicts = None if args.cache is None else Verdicts(folder, own=args.cache != CACHE_OF_RUN)
         self._server = server
         self._endpoint = Endpoint(args, key) if server is None else Endpoint(args, server.key, server.address)
+        self._control = USUAL if server is None else server.control
         self._lock = threading.Lock()
         # Requests under way, by key: what several groups ask for is asked for once.
         self._asked: dict[str, Future[Any]] = {}
@@ -74,7 +76,8 @@ class _Judge(ABC):
     def close(self) -> None:
         """End requests under way, and close the files."""
         self._endpoint.close()
-        self._verdicts.close()
+        if self._verdicts is not None:
+            self._verdicts.close()
         if self._server is not None:
             self._server.close()
 
@@ -83,30 +86,35 @@ class _Judge(ABC):
         body: dict[str, Any] = {"temperature": 0, "max_tokens": 1024, **self._args.request}
         body = {name: value for name, value in body.items() if value is not None}
         body |= {"model": self._args.model, "messages": messages}
-        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        if (verdicts := self._verdicts) is None:
+            return self._endpoint.ask(body, read)
+        # An endpoint may get another address, and is known by the name of its model.
+        question_text = json.dumps([body, self._server and self._server.identity], sort_keys=True)
+        key = hashlib.sha256(question_text.encode()).hexdigest()
 
         def keep(answer: str) -> _T:
             verdict = read(answer)
-            self._verdicts.add(key, answer)
+            verdicts.add(key, answer)
             return verdict
 
         with self._lock:
             if (future := self._asked.get(key)) is None:
-                future = self._known(key, read) or self._endpoint.ask(body, keep)
+                future = _known(verdicts.get(key), read) or self._endpoint.ask(body, keep)
                 self._asked[key] = future
         future.add_done_callback(lambda _: self._asked.pop(key, None))
         return future
 
-    def _known(self, key: str, read: Callable[[str], _T]) -> Future[tuple[str, _T]] | None:
-        if (answer := self._verdicts.get(key)) is None:
-            return None
-        future: Future[tuple[str, _T]] = Future()
-        try:
-            future.set_result((answer, read(answer)))
-        except question.BadVerdict:
-            # Somebody has changed the file, so the judge is asked again.
-            return None
-        return future
+
+def _known(answer: str | None, read: Callable[[str], _T]) -> Future[tuple[str, _T]] | None:
+    if answer is None:
+        return None
+    future: Future[tuple[str, _T]] = Future()
+    try:
+        future.set_result((answer, read(answer)))
+    except question.BadVerdict:
+        # Somebody has changed the file, so the judge is asked again.
+        return None
+    return future
 
 
 class ScoringJudge(_Judge):
@@ -117,8 +125,9 @@ class ScoringJudge(_Judge):
     ) -> list[Result | Exception]:
         """Score the responses of a group. Of those that the judge fails on, the others' mean stands in."""
         read = partial(question.read_scores, self._args)
+        ask = partial(question.absolute, self._args, control=self._control)
         futures = [
-            self._ask(question.absolute(self._args, example, question.visible(completion)), read)
+            self._ask(ask(example, question.visible(completion)), read)
             for completion, example in zip(completions, examples, strict=True)
         ]
         return with_stand_ins([self._verdict(future) for future in futures])
@@ -148,7 +157,7 @@ class RankingJudge(_Judge):
         if len(different) == 1:
             return [Verdict(0.5, "all responses are the same") for _ in responses]
         order = question.shown(examples[0], different)
-        messages = question.ranking(self._args, examples[0], different)
+        messages = question.ranking(self._args, examples[0], different, self._control)
         try:
             answer, shares = result(self._ask(messages, partial(question.read_ranking, count=len(different))))
         except JudgeError as error:

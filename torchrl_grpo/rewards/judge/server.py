@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards.judge import own_model
 from torchrl_grpo.runtime.files.shared_files import Folder, remove_abandoned
 from torchrl_grpo.runtime.files.socket_folder import socket_parent
 from torchrl_grpo.runtime.shared_memory import segments_of, unlink
@@ -34,6 +35,8 @@ class JudgeServer:
     Attributes:
         address: ``unix:PATH``.
         key: key that it asks for.
+        identity: see :func:`~torchrl_grpo.rewards.judge.own_model.identity`.
+        control: see :func:`~torchrl_grpo.rewards.judge.own_model.control_pattern`.
 
     Raises:
         ConfigError: it does not start.
@@ -55,6 +58,9 @@ class JudgeServer:
         }
         try:
             self._start(settings, where)
+            # Only now is a model of the hub there.
+            self.identity = own_model.identity(model, engine_args)
+            self.control = own_model.control_pattern(model, engine_args)
         except BaseException:
             self.close()
             raise
