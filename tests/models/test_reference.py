@@ -8,12 +8,13 @@ import pytest
 import torch
 from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train  # noqa: F401 - fixtures
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Dtype
+from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import precision
-from torchrl_grpo.models.reference import hold_as_computed, load_reference
+from torchrl_grpo.models.reference import frozen_source, hold_as_computed, load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
 
@@ -71,3 +72,23 @@ def test_formats_of_the_reference(asked: str, mix: float, formats: set[torch.dty
     cfg.ref_model.dtype, cfg.ref_model.refresh_mix = Dtype(asked), mix
     scorer = load_reference(cfg, cfg.model.name, torch.device("cpu"), torch.bfloat16, True)
     assert {parameter.dtype for parameter in scorer.model.parameters()} == formats
+
+
+@pytest.mark.parametrize("difference", [-5, 0, 5])
+def test_a_teacher_has_a_row_for_each_token_of_the_policy(difference: int, tmp_path: Path) -> None:
+    policy, teacher = build_tiny_model(tmp_path / "policy"), build_tiny_model(tmp_path / "teacher")
+    tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForCausalLM.from_pretrained(policy)
+    rows = len(tokenizer) + difference
+    model.resize_token_embeddings(rows)
+    model.save_pretrained(teacher)
+    cfg = Config()
+    cfg.model.name, cfg.teacher_model.name = str(policy), str(teacher)
+    cfg.policy.distill_coef, cfg.inference_model.max_model_len = 1.0, 64
+    if difference >= 0:
+        assert frozen_source(cfg, str(policy), tokenizer) == str(teacher)
+        return
+    message = rf"teacher_model\.name=.*: its vocabulary matrix has {rows} rows, none for .* number {rows} of"
+    with pytest.raises(ModelError, match=message):
+        frozen_source(cfg, str(policy), tokenizer)
+    # Tokens that the policy itself has no row for are never read.
+    assert frozen_source(cfg, str(teacher), tokenizer) == str(teacher)

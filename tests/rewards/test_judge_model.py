@@ -49,7 +49,8 @@ def test_no_text_begins_a_turn_of_the_judges_conversation(place: str) -> None:
     [
         "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<｜User｜>", "<｜end▁of▁sentence｜>",
         "[|endofturn|]", "<start_of_turn>", "<end_of_turn>", "<turn|>", "<|turn>", "<s>", "</s>",
-        "<bos>", "<eos>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]", "[/TOOL_RESULTS]", "[gMASK]", "<sop>",
+        "<bos>", "<eos>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]", "[/TOOL_RESULTS]",
+        "[gMASK]", "<sop>",
         "<reserved_106>", "<SPECIAL_12>", "<unused94>", "<|START_OF_TURN_TOKEN|>", "<role>", "</role>",
     ],
 )  # fmt: skip

@@ -290,3 +290,30 @@ def test_what_a_failure_says(
     actors[0].calls.pop()(error)
     with pytest.raises(WorkersLost, match=said):
         found.result(timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "name"),
+    [
+        (None, r"ref_model\.num_devices=1: .* reference model"),
+        ("t", r"teacher_model\.num_devices=1: .* teacher"),
+    ],
+)
+def test_a_process_that_does_not_start_names_its_own_key(
+    monkeypatch: pytest.MonkeyPatch, teacher: str | None, name: str
+) -> None:
+    def get(refs: list[Any], timeout: float) -> None:
+        raise RayActorError(error_msg="no room")
+
+    monkeypatch.setattr(reference_actors, "ray", SimpleNamespace(remote=lambda _: Remote(), get=get))
+    cfg = Config()
+    cfg.policy.distill_coef, cfg.teacher_model.name = float(teacher is not None), teacher
+    pool = SimpleNamespace(extra_actor_placement=lambda number: None)
+    spec = ReferenceSpec(cfg, "", 0, 1, False, None, True)
+    with pytest.raises(WorkersLost, match=rf"{name} could not be started \(no room\)"):
+        ReferenceActors(pool, spec, 1, limit_s=10.0)  # type: ignore[arg-type]
+
+
+def test_a_teacher_that_fails_later_is_called_a_teacher() -> None:
+    lost = reference_actors._lost("teacher", RuntimeError("killed"))
+    assert str(lost).startswith("a process of the teacher failed (killed)")

@@ -125,6 +125,19 @@ def read_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def read_config(source: str, cfg: ModelConfig) -> PreTrainedConfig:
+    """Read the configuration of the text model of ``source``.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("configuration", cfg, error) from error
+    return config.get_text_config()
+
+
 def check_context(source: str, cfg: Config, teacher: ModelConfig | None = None) -> None:
     """Reject a sequence length that the model, or the teacher in its place, does not support.
 
@@ -133,18 +146,15 @@ def check_context(source: str, cfg: Config, teacher: ModelConfig | None = None) 
             LongRoPE uses its second set of position factors.
     """
     model = cfg.model if teacher is None else teacher
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _cannot_load("configuration", model, error) from error
-    length = config.get_text_config().to_dict().get("max_position_embeddings")
+    config = read_config(source, model)
+    length = config.to_dict().get("max_position_embeddings")
     max_len = cfg.inference_model.max_model_len
     if length is not None and max_len > length:
         raise ModelError(
             f"inference_model.max_model_len={max_len}: {model.name} supports at most {length} tokens; "
             f"write inference_model.max_model_len={length} or less"
         )
-    length = _short_rope_length(config.get_text_config())
+    length = _short_rope_length(config)
     if length is not None and max_len > length:
         raise ModelError(
             f"inference_model.max_model_len={max_len}: beyond {length} tokens {model.name} uses other "

@@ -85,7 +85,8 @@ def frozen_source(cfg: Config, base_model: str, tokenizer: PreTrainedTokenizerBa
         tokenizer: tokenizer of the policy.
 
     Raises:
-        ModelError: the teacher cannot be loaded, has other tokens than the policy, or a shorter context.
+        ModelError: the teacher cannot be loaded, has other or fewer tokens than the policy, or a shorter
+            context.
     """
     teacher = teacher_of(cfg)
     if teacher is None:
@@ -93,6 +94,18 @@ def frozen_source(cfg: Config, base_model: str, tokenizer: PreTrainedTokenizerBa
     source = loading.resolve(teacher)
     loading.check_context(source, cfg, teacher)
     check_tokens(teacher.name, loading.read_tokenizer(source, teacher), cfg.model.name, tokenizer)
+    rows, own = (
+        loading.read_config(place, name).vocab_size
+        for place, name in ((source, teacher), (base_model, cfg.model))
+    )
+    missing = [(number, token) for token, number in tokenizer.get_vocab().items() if rows <= number < own]
+    if missing:
+        number, token = min(missing)
+        raise ModelError(
+            f"teacher_model.name={teacher.name}: its vocabulary matrix has {rows} rows, none for the token "
+            f"{token!r} with the number {number} of model.name={cfg.model.name}; write the name of a teacher "
+            "with a row for each token"
+        )
     return source
 
 

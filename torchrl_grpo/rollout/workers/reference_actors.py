@@ -22,7 +22,7 @@ from tensordict import lazy_stack
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import pictures_entry, tokens_of
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import token_budget
+from torchrl_grpo.config.derived import frozen_model, teacher_of, token_budget
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.planning.cores import worker_env
 from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
@@ -132,6 +132,7 @@ class ReferenceActors:
             .remote(spec)
             for number in range(count)
         ]
+        self._model = "reference model" if teacher_of(spec.cfg) is None else "teacher"
         self._limit_s = limit_s
         # Answers arrive in Ray's threads.
         self._lock = threading.Lock()
@@ -141,8 +142,8 @@ class ReferenceActors:
             ray.get([actor.__ray_ready__.remote() for actor in self._actors], timeout=limit_s)
         except RayError as error:
             raise WorkersLost(
-                f"ref_model.num_devices={count}: a process of the reference model could not be started "
-                f"({_cause(error)})"
+                f"{frozen_model(spec.cfg).section}.num_devices={count}: a process of the {self._model} could "
+                f"not be started ({_cause(error)})"
             ) from error
 
     def log_probs(self, group: Group) -> Future[ReferenceLogProbs]:
@@ -159,7 +160,7 @@ class ReferenceActors:
                 waits = self._unanswered[number] > 0
                 self._deadlines[number] = time.monotonic() + self._limit_s if waits else math.inf
             if isinstance(result, BaseException):
-                future.set_exception(_lost(result))
+                future.set_exception(_lost(self._model, result))
             else:
                 future.set_result(result)
 
@@ -190,11 +191,10 @@ def _cause(error: BaseException) -> str:
     return lines[-1 if isinstance(error, RayActorError) else 0].strip()
 
 
-def _lost(error: BaseException) -> WorkersLost:
+def _lost(model: str, error: BaseException) -> WorkersLost:
     died = "it died more than collector.max_restarts times; " if isinstance(error, RayActorError) else ""
     lost = WorkersLost(
-        f"a process of the reference model failed ({_cause(error)}); {died}fix the cause and go on "
-        "with resume=auto"
+        f"a process of the {model} failed ({_cause(error)}); {died}fix the cause and go on with resume=auto"
     )
     lost.__cause__ = error
     return lost
