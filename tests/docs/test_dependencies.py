@@ -23,7 +23,6 @@ PACKAGE_OF = {
 NOT_IMPORTED = {
     "cuda-python": "vLLM imports it on a GPU",
     "gguf": "transformers reads the weights of SmolLM2 with it",
-    "tokenizers": "its version decides how transformers splits text",
     "youplot": "report.html embeds its files of uPlot, which are read without importing it",
     "tensorboard": "torch.utils.tensorboard imports it",
     "ipykernel": "runs the notebooks",
@@ -106,5 +105,6 @@ def test_extras_declare_what_is_imported_besides_and_nothing_else(
     imported: dict[str, set[str]], declared: dict[str | None, set[str]]
 ) -> None:
     needed, listed = set[str]().union(*imported.values()), set[str]().union(*declared.values())
-    assert needed - listed == {name for name, extra in OPTIONAL.items() if extra is None}
+    # scripts/locked_wheels.py runs in an environment that has pip.
+    assert needed - listed - {"pip"} == {name for name, extra in OPTIONAL.items() if extra is None}
     assert listed - needed - declared[None] == NOT_IMPORTED.keys() - declared[None]

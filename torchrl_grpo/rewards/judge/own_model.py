@@ -35,9 +35,9 @@ def identity(model: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
 def _commit(model: str, engine_args: Mapping[str, Any]) -> str | None:
     from huggingface_hub import snapshot_download
 
-    place = {"revision": engine_args.get("revision"), "cache_dir": engine_args.get("download_dir")}
+    revision, cache = engine_args.get("revision"), engine_args.get("download_dir")
     try:
-        return Path(snapshot_download(model, **place, local_files_only=True)).name
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)).name
     except (OSError, ValueError) as error:
         _log.warning(
             "the version of the judge %s is not known, so verdicts in a shared folder may be those of an "
