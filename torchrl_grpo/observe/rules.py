@@ -180,14 +180,14 @@ RULES = (
         name="large_update",
         reads=("publish/update_kl", "policy/ratio"),
         number=_while_sampling("publish/update_kl"),
-        threshold=0.01,
+        threshold=0.05,
         window=1,
         unit="step",
         seen="one update moved the policy by {number:.2g} nats per token",
         advice="it was too large for the model: start again with a lower optimizer.lr, or with "
         "optimizer.warmup_steps",
-        source="measured in the first step of the quick start: 0.11 with optimizer.lr=1e-3 and 0.015 with "
-        "3e-4, which both end the model, and 0.0025 with 1e-4, which learns",
+        source="measured: 0.11 in the first step of the quick start with optimizer.lr=1e-3, which ends the "
+        "model, and at most 0.023 in 22 runs that learned",
     ),
     Rule(
         name="collapse",
