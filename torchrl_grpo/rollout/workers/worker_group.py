@@ -40,19 +40,20 @@ class WorkerGroup(Inference):
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> WorkerDelivery:
         """Send weights to every worker.
 
-        They have been copied when this returns, or every worker has them, so the caller's may change. If
-        nothing can be generated with other weights, every worker has loaded them.
+        When this returns, the caller may change its weights: they were copied, or every worker has loaded
+        them. Every worker has if workers read the trainer's own memory, and if none may generate with older
+        weights (a largest age of 0, or None where collection and training take turns).
         """
         pool = self.dispatcher.pool
         if pool.overwrites:
             self.dispatcher.block_loading()
         delivery = WorkerDelivery(pool.put_weights(weights), probe)
         self.dispatcher.publish(delivery, version)
-        sends_own = isinstance(delivery.content, TrainerWeights)
-        if sends_own:
-            # When this returns, every free worker has been told to load. So one pass is enough for all.
+        reads_own = isinstance(delivery.content, TrainerWeights)
+        if reads_own:
+            # Afterwards every free worker has been told to load, so one pass over the weights serves all.
             self.dispatcher.run_in_thread(lambda: None)
-        if sends_own or not self.dispatcher.scheduler.tracker.max_age:
+        if reads_own or not self.dispatcher.scheduler.tracker.max_age:
             self.dispatcher.serve_until(delivery.all_loaded_future)
             delivery.wait()
         return delivery
