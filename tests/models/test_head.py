@@ -281,10 +281,33 @@ class _Passes(TorchDispatchMode):
         return result
 
 
+def test_a_token_that_is_certain_has_no_gradient_where_logits_are_rounded() -> None:
+    # 20.06 is no number of bfloat16. Its probability is 1, so nothing pushes it further.
+    hidden = torch.tensor([[4.0, 1.0]], requires_grad=True)
+    weight = torch.zeros(50, 2)
+    weight[7] = torch.tensor([5.0, 0.06])
+    log_probs, _ = score_tokens(
+        hidden, torch.tensor([7]), weight.requires_grad_(), options=HeadOptions(dtype=torch.bfloat16)
+    )
+    log_probs.sum().backward()
+    assert log_probs.abs().max() < 1e-3
+    assert hidden.grad.abs().max() < 1e-3 and weight.grad.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("forbidden", [-1e9, -torch.inf])
+def test_a_bias_may_forbid_the_first_token(forbidden: float) -> None:
+    hidden, targets, weight, bias = problem(6, 4, 11, bias=True)
+    targets = targets.clamp(min=1)
+    bias[0] = forbidden
+    log_probs, _ = score_tokens(hidden, targets, weight, bias)
+    expected, _ = score_tokens(hidden, targets - 1, weight[1:], bias[1:])
+    torch.testing.assert_close(log_probs, expected)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "passes"),
     # Before blocks were merged at the end and products subtracted the normalizer: 9, 12 and 9.
-    [("cuda", torch.bfloat16, 4), ("cpu", torch.bfloat16, 6), ("cpu", torch.float32, 5)],
+    [("cuda", torch.bfloat16, 4), ("cpu", torch.bfloat16, 10), ("cpu", torch.float32, 5)],
     ids=str,
 )
 def test_few_passes_over_the_logits(device: str, dtype: torch.dtype, passes: int) -> None:

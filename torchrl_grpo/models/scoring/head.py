@@ -211,15 +211,13 @@ class _Head:
         wide[:, :-columns] = weight
         return wide
 
-    def _logits(
-        self, hidden: Tensor, weight: Tensor, words: slice, in_float32: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, hidden: Tensor, weight: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
         """Return final logits ``[n, v]`` of ``words`` and, with a cap, the derivative of the cap.
 
         ``hidden`` ``[n, H]`` and ``weight`` ``[v, H]`` are in the dtype of products.
         """
         softcap, scale = self.options.softcap, self.options.scale
-        logits = linear(hidden, weight, None if self.bias is None else self.bias[words], in_float32)
+        logits = linear(hidden, weight, None if self.bias is None else self.bias[words])
         slope = None
         if scale != 1:
             logits = logits.mul_(scale)
@@ -242,11 +240,8 @@ class _Head:
             inside, column = _place(targets, words)
             chosen = torch.where(inside, logits.gather(1, column), chosen)
             log_shares = torch.log_softmax(logits, 1)
-            # The difference is the same in all columns, but a blocked token's logit has no digits for it.
-            first = next(
-                (x for x in range(logits.shape[1]) if words.start + x not in self.options.blocked), 0
-            )
-            normalizers.append(logits[:, first] - log_shares[:, first])
+            # The difference is the same in all columns, but a forbidden token's logit has no digits for it.
+            normalizers.append(self._allowed(logits, words) - self._allowed(log_shares, words))
             shares = torch.exp(log_shares, out=logits)
             # A CPU's kernel for products of rows is slower, and less exact.
             on_gpu, column = logits.is_cuda, log_shares[:, :, None]
@@ -257,6 +252,16 @@ class _Head:
         surprise = normalizer - by_block
         entropy = ((-surprise).exp() * (torch.stack(entropies) + surprise)).sum(0)
         return chosen - normalizer[:, None], normalizer, entropy
+
+    def _allowed(self, values: Tensor, words: slice) -> Tensor:
+        """Return a column ``[n]`` of ``values`` ``[n, v]`` whose token neither bias nor blocking forbids."""
+        blocked = [token - words.start for token in self.options.blocked if _is_in(token, words)]
+        if self.bias is None:
+            return values[:, next((x for x in range(values.shape[1]) if x not in blocked), 0)]
+        bias = self.bias[words]
+        if blocked:
+            bias = bias.index_fill(0, torch.tensor(blocked, device=bias.device), -torch.inf)
+        return values.index_select(1, bias.argmax()[None])[:, 0]
 
     def top(self, hidden: Tensor, count: int) -> Tensor:
         """Return the ``count`` most probable tokens ``[n, count]``, in descending order."""
@@ -289,7 +294,10 @@ class _Head:
         d_hidden, d_weight, d_bias = gradients
         dtype, gain = self.options.dtype, self.options.scale / self.options.temperature
         by_hidden = torch.zeros(hidden.shape, device=hidden.device)
-        one_pass = by_entropy is None and self.options.softcap is None and targets.shape[1] == 1
+        # A CPU rounds logits to 16 bits. Then the normalizer is that of rounded logits, and only they give
+        # probabilities whose sum is 1. In float16, states times a factor could overflow.
+        exact = dtype.itemsize > 2 or (hidden.is_cuda and dtype != torch.float16)
+        one_pass = exact and by_entropy is None and self.options.softcap is None and targets.shape[1] == 1
         operand = wide = hidden.to(dtype)
         if one_pass:
             wide, factor = _append(operand, -normalizer / gain), by_log_prob * -gain
@@ -297,7 +305,7 @@ class _Head:
         for words in self._blocks(len(hidden)):
             place = _place(targets, words)
             weight = self._weight(words, _COLUMNS if one_pass else 0)
-            logits, slope = self._logits(wide, weight, words, in_float32=not one_pass)
+            logits, slope = self._logits(wide, weight, words)
             if one_pass:
                 weight = weight[:, :-_COLUMNS]
                 d_logits = _minus_own(logits, dtype, *place)
@@ -364,8 +372,8 @@ def _d_logits(
     return d_logits.scatter_add_(1, column, by_log_prob * inside)
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, in_float32: bool = True) -> Tensor:
-    """Compute the logits ``hidden @ weight.T + bias``, without a gradient.
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute the float32 logits ``hidden @ weight.T + bias``, without a gradient.
 
     On a GPU the product of 16-bit operands is not rounded to 16 bits.
 
@@ -373,13 +381,11 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, in_float3
         hidden: ``[N, H]``.
         weight: ``[V, H]`` in the dtype of ``hidden``.
         bias: ``[V]`` or None.
-        in_float32: whether the result is float32 also where the product is not.
     """
     if _adds_in_float32(hidden):
         product = torch.mm(hidden, weight.T, out_dtype=torch.float32)
         return product if bias is None else product.add_(bias.float())
-    product = F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype))
-    return product.float() if in_float32 else product
+    return F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype)).float()
 
 
 def _adds_in_float32(operand: Tensor) -> bool:
