@@ -37,6 +37,7 @@ from torchrl_grpo.inference.servers.channels.nccl import (
     receive_weights,
     send_weights,
 )
+from torchrl_grpo.inference.servers.http import ServerLost
 from torchrl_grpo.inference.servers.transfer_types import INTERRUPTED, Opening
 from torchrl_grpo.inference.servers.vllm.extension import WeightExtension
 from torchrl_grpo.inference.servers.weight_files import Bucket, divide
@@ -418,6 +419,33 @@ def test_a_server_that_never_joins_is_waited_for_within_a_limit(
     with pytest.raises(NotTogether, match=r"rank 1 of 2 at 127\.0\.0\.1"):
         meeting = {"host": "127.0.0.1", "port": 1, "size": 2, "timeout_s": 1.0}
         WeightGroup(meeting, 1, CPU)
+
+
+@pytest.mark.parametrize("others", [[], ["refuses"]])
+def test_a_server_that_hangs_in_a_trial_is_not_missed_if_something_else_fails_first(
+    others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not load the weights that go another way."""
+    monkeypatch.setattr(nccl, "_EXIT_NOTICE_S", 0.1)
+    carrier = StreamCarrier(channel=Broadcaster(CPU, 1.0))
+
+    def refuses(item: Any) -> None:
+        raise RuntimeError("no such memory")
+
+    def hangs(item: Any) -> None:
+        # The trainer has given up the group by then.
+        threading.Event().wait(1.5)
+        raise ServerLost("no answer within 1.5 s") from TimeoutError()
+
+    takes: dict[Any, Any] = {**dict.fromkeys(others, refuses), "hangs": hangs}
+    for name in takes:
+        carrier.admit(name, "unix:/somewhere", [""])
+    error = trial.trial_error(carrier, takes, CPU)
+    assert isinstance(error, ServerLost)
+    with pytest.raises(
+        ConfigError, match=r"nccl: .*\(ServerLost: no answer within 1\.5 s\); write .*=folder"
+    ):
+        trial.fall_back(error, "nccl", "folder", automatic=True)
 
 
 def test_the_end_of_the_trainer_ends_what_a_server_waits_for() -> None:

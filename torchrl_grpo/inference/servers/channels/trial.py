@@ -40,7 +40,9 @@ def trial_error(
     takes: Mapping[Any, Callable[[Bucket | Opening], None]],
     device: torch.device,
 ) -> Exception | None:
-    """Send numbers to all servers or workers, and return what went wrong first; None if nothing did.
+    """Send numbers to all servers or workers, and return what went wrong; None if nothing did.
+
+    Of several errors, the one of a server that hangs is returned, because no other way may be taken then.
 
     Args:
         carrier: the trainer's end, which has admitted all of them. After an error it must not be used.
@@ -66,13 +68,20 @@ def trial_error(
 
     with ThreadPoolExecutor(len(takes) + 1) as threads:
         trials = [threads.submit(hand_over, *entry) for entry in readers.items()]
+        errors: list[Exception] = []
         try:
             stream.send_until(threads.submit(wait, trials))
         except Exception as error:  # noqa: BLE001  it is returned
-            return error
-    errors = [failed for trial in trials if isinstance(failed := trial.exception(), Exception)]
+            errors.append(error)
+    errors += [failed for trial in trials if isinstance(failed := trial.exception(), Exception)]
     # Those that were interrupted do not say why.
-    return min(errors, key=lambda e: isinstance(e, TransferPostponed | TransferEnded), default=None)
+    interrupted = TransferPostponed | TransferEnded
+    return min(errors, key=lambda e: (not _hangs(e), isinstance(e, interrupted)), default=None)
+
+
+def _hangs(error: Exception) -> bool:
+    """Return whether a server or a worker did not answer in time; errors of a connection have it as cause."""
+    return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
 
 
 def fall_back(error: Exception, way: str, otherwise: str, *, automatic: bool) -> None:
@@ -87,12 +96,11 @@ def fall_back(error: Exception, way: str, otherwise: str, *, automatic: bool) ->
     Raises:
         ConfigError: somebody did, or a worker still hangs in the trial.
     """
+    automatic = automatic and not _hangs(error)
     if not isinstance(error, ConfigError):
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         wrong = f"{_KEY}={way}: a trial before the first weights failed ({reason}); write {_KEY}={otherwise}"
-        hangs = isinstance(error, TimeoutError)
         error = ConfigError(wrong)
-        automatic = automatic and not hangs
     if not automatic:
         raise error
     screen.say(f"warning: weights go by {otherwise.replace('_', ' ')}, through the host's memory. {error}")
