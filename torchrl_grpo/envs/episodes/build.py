@@ -29,7 +29,7 @@ from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
 from torchrl_grpo.envs.episodes.tools.offered import check_text
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.tools.tool import Tool
-from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe
+from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe, described
 from torchrl_grpo.envs.episodes.types import Environment
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
@@ -121,11 +121,7 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
     try:
         evaluated = len(problems.held_out) * (cfg.eval.samples or 1)
         count = min(max(cfg.env.num_envs * cfg.env.repeats, evaluated), _MOST_SESSIONS)
-        offer = offer_of(cfg, _load_tools(cfg), host, count)
-        for tool in offer.tools:
-            if tool.is_remote:
-                text = json.dumps(tool.schema, ensure_ascii=False)
-                check_text(tool, control_tokens(tokenizer).in_text(text))
+        offer = _checked_offer(cfg, _load_tools(cfg), host, tokenizer, count)
         schemas = [tool.schema for tool in offer.tools]
         use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
         reset = prompts_of(cfg, offer, host, min(count, _MOST_RESETS))
@@ -149,21 +145,37 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
             return example
         messages = [dict(message) for message in example.messages]
         if messages and messages[0]["role"] == "system":
-            messages[0]["content"] += "\n\n" + described
+            messages[0]["content"] += "\n\n" + text
         else:
-            messages.insert(0, {"role": "system", "content": described})
-        trusted = None if example.trusted is None else [*example.trusted, described]
+            messages.insert(0, {"role": "system", "content": text})
+        trusted = None if example.trusted is None else [*example.trusted, text]
         return replace(example, messages=messages, trusted=trusted)
 
-    described = _described(schemas, use)
+    text = describe(schemas, use.reader.form.example)
     problems = separate_prompts(problems, f"env.environment={cfg.env.environment}")
     train, held_out = map(with_tools, problems.train), map(with_tools, problems.held_out)
     return replace(problems, train=list(train), held_out=list(held_out))
 
 
-def _described(schemas: Sequence[Mapping[str, Any]], use: ToolUse) -> str:
-    """Return the description of tools for a system message; empty if the template describes them."""
-    return describe(schemas, use.reader.form.example) if schemas and not use.is_native else ""
+def _checked_offer(
+    cfg: Config,
+    own_tools: Sequence[Tool],
+    host: EpisodeHost | None,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int = 1,
+) -> Offer:
+    """Return what the model may call, without the text of a control token in what a server says of it."""
+    offer = offer_of(cfg, own_tools, host, count)
+    for tool in offer.tools:
+        if tool.is_remote:
+            check_text(tool, control_tokens(tokenizer).in_text(json.dumps(tool.schema, ensure_ascii=False)))
+    return offer
+
+
+def _calls_of(schemas: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the name and the parameters of each tool, as JSON."""
+    functions = [schema["function"] for schema in schemas]
+    return [json.dumps([each["name"], each["parameters"]], sort_keys=True) for each in functions]
 
 
 def _token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
@@ -240,7 +252,8 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
     own_tools = _load_tools(cfg)
     host = open_host(cfg, own_tools)
     try:
-        return _with_host(cfg, engine, tokenizer, max_episodes, host, offer_of(cfg, own_tools, host))
+        offer = _checked_offer(cfg, own_tools, host, tokenizer)
+        return _with_host(cfg, engine, tokenizer, max_episodes, host, offer)
     except BaseException:
         if host is not None:
             host.close()
@@ -285,11 +298,12 @@ def _with_host(
         form=offer.form,
         max_turns=cfg.env.max_turns,
     )
-    in_template, described = (schemas if use.is_native else []), _described(schemas, use)
 
     def make_runner(example: Example) -> EpisodeRunner:
-        # Servers were asked again. What they offered at first was checked, and is in the prompts.
-        if example.tools != in_template or described not in example.messages[0]["content"]:
+        # Servers were asked again, and a description may have the time. The prompts keep that of the start.
+        is_in_message = bool(schemas) and not use.is_native
+        in_prompt = described(example.messages[0]["content"]) if is_in_message else example.tools
+        if _calls_of(in_prompt) != _calls_of(schemas):
             servers = ", ".join(filter(is_remote, (*cfg.env.tools, cfg.env.environment or "")))
             raise ConfigError(
                 f"env.environment, env.tools: {servers} no longer offers the tools that are in the "

@@ -24,7 +24,7 @@ class Offer:
     """What the model may call.
 
     Attributes:
-        tools: the tools.
+        tools: the tools, those of servers last and by name, because a server may list them in any order.
         form: how actions of an OpenEnv environment are made; None for other environments.
     """
 
@@ -119,7 +119,8 @@ def offer_of(cfg: Config, own_tools: Sequence[Tool], host: EpisodeHost | None, c
                 f"{tool.name!r}; leave out one of them"
             )
         tools[tool.name] = tool
-    return Offer(list(tools.values()), environment["form"])
+    in_order = sorted(tools.values(), key=lambda tool: tool.name if tool.is_remote else "")
+    return Offer(in_order, environment["form"])
 
 
 def _some(spec: str, offered: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

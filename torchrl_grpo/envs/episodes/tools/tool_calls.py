@@ -11,6 +11,7 @@ from typing import Any
 from torchrl_grpo.data.thoughts import OPENING, end_of, end_of_first, next_tag, opens
 from torchrl_grpo.envs.episodes.tools.call_formats import HERMES, MOST_READ, CallFormat, Schemas, ToolCall
 
+_BEFORE_TOOLS, _AFTER_TOOLS = "You can call these tools:\n<tools>\n", "\n</tools>\nTo call one, write:\n"
 _OPENING = re.compile(rf"\A\s*+{OPENING}\s*+")
 
 
@@ -83,4 +84,10 @@ def describe(schemas: Sequence[Mapping[str, Any]], example: str) -> str:
         example: a call as it is read.
     """
     lines = "\n".join(json.dumps(schema) for schema in schemas)
-    return f"You can call these tools:\n<tools>\n{lines}\n</tools>\nTo call one, write:\n{example.strip()}"
+    return f"{_BEFORE_TOOLS}{lines}{_AFTER_TOOLS}{example.strip()}"
+
+
+def described(message: str) -> list[dict[str, Any]]:
+    """Return the schemas in a message that ends with a text of :func:`describe`; none if it does not."""
+    _, start, rest = message.rpartition(_BEFORE_TOOLS)
+    return [json.loads(line) for line in rest.partition(_AFTER_TOOLS)[0].split("\n")] if start else []
