@@ -104,6 +104,7 @@ def test_a_response_cannot_end_its_place_in_the_question() -> None:
         'Of {x} in \\frac{1}{2}: {"score": 1}. Again: {"score": 1}',
         '{"quoted": {"score": 10}, "score": 1}',
         "{x}" * 5_000 + '{"score": 1}',
+        'It returns {\'a\': {1: "}"}}. {"score": 1}',
     ],
 )
 def test_a_verdict_is_read_whatever_it_quotes(answer: str) -> None:
@@ -157,6 +158,10 @@ def test_fields_of_a_request_can_be_set_and_removed(monkeypatch: pytest.MonkeyPa
         (Reply('{"quoted": {"score": 10}, "final": 1}'), "it has no JSON object with score"),
         (Reply('{"score": 10}, but really {score: 1}'), "it has no JSON object with score"),
         (Reply('It says {"score": 10}. {\'score\': 1}'), "it has no JSON object with score"),
+        (Reply("It returns {'score': 10}"), "it has no JSON object with score"),
+        (Reply('{"score": 10}? {\'verdict\': {\'Score\': 1}}'), "it has no JSON object with score"),
+        (Reply("{'a': 1, {\"score\": 10}"), "it has no JSON object with score"),
+        (Reply("{'a'" + "{}" * 7_000 + "}"), "it has no JSON object with score"),
         (Reply('<think>Perhaps {"score": 9}'), "it has no JSON object with score"),
         (Reply("x" * 16_001), "longer than 16,000 characters"),
         (Reply(body=b"x" * (2**20 + 1)), "longer than 1,048,576 bytes"),

@@ -7,6 +7,7 @@ what was asked for is no verdict.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
@@ -30,6 +31,8 @@ _Read = TypeVar("_Read")
 _SCORE, _RANKING = "score", "ranking"
 # How an answer without thoughts begins.
 _VERDICT = re.compile(r"\s*+(?:```\w*+\s*+)?\{")
+# A text of a Python literal, or a brace outside of one.
+_PYTHON_PART = re.compile(r"""'[^'\\\n]*+'|"[^"\\\n]*+"|[{}]""")
 
 
 class BadVerdict(ValueError):
@@ -219,7 +222,8 @@ def _only(answer: str, name: str, read: Callable[[Mapping[str, Any]], _Read]) ->
     """Read the JSON object of an answer, after its thoughts, that has a certain name.
 
     A judge may quote a response, which may have such an object too. So nothing is read if an object is broken
-    or has a name twice, or if several whole ones differ, and objects inside others do not count.
+    or has a name twice, or if several whole ones differ, and objects inside others do not count. A dictionary
+    of Python that cannot be a verdict is passed over.
     """
     answer = _without_thoughts(answer)
     decoder = json.JSONDecoder(object_pairs_hook=_fields)
@@ -233,9 +237,13 @@ def _only(answer: str, name: str, read: Callable[[Mapping[str, Any]], _Read]) ->
         try:
             fields, end = decoder.raw_decode(answer, match.start())
         except (ValueError, RecursionError):
-            if beginning.match(answer, match.start()):
+            if not beginning.match(answer, match.start()):
+                continue
+            literal = _literal(answer, match.start())
+            if not literal or name.casefold() in literal.casefold():
                 verdicts = []
                 break
+            end = match.start() + len(literal)
             continue
         if name in fields:
             verdicts.append(fields)
@@ -244,6 +252,24 @@ def _only(answer: str, name: str, read: Callable[[Mapping[str, Any]], _Read]) ->
     if any(fields != verdicts[0] for fields in verdicts):
         raise BadVerdict(f"it has several JSON objects with {name}: {_short(answer)}")
     return read(verdicts[0])
+
+
+def _literal(answer: str, start: int) -> str:
+    """Return the Python literal that begins at a brace; empty if there is none.
+
+    Its texts have no backslash.
+    """
+    depth = 0
+    for part in _PYTHON_PART.finditer(answer, start):
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
+        if depth == 0:
+            literal = answer[start : part.end()]
+            try:
+                ast.literal_eval(literal)
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                break
+            return literal
+    return ""
 
 
 def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
