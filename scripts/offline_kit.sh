@@ -16,15 +16,19 @@ die() { printf 'offline_kit: error: %s\n' "$*" >&2; exit 2; }
 absolute() { case "$1" in /*) printf '%s\n' "$1" ;; *) printf '%s\n' "$here/$1" ;; esac; }
 
 [ $# -ge 1 ] || die "name the folder to make: scripts/offline_kit.sh FOLDER [--model FOLDER] [--data FOLDER]"
-kit=$(absolute "$1")
+kit=$(realpath -m "$(absolute "$1")")
+case "$kit" in *[[:space:],]*) die "$kit has a space or a comma, by which pip and uv separate folders; name another folder" ;; esac
 case "${ACCELERATOR:-}" in cpu | cuda) ;; *) die "ACCELERATOR=${ACCELERATOR:-} does not say what the target has; write ACCELERATOR=cuda or ACCELERATOR=cpu" ;; esac
 shift
-copies=()
+declare -A copies=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --model | --data)
-            [ -d "${2:-}" ] || [ -d "$here/${2:-}" ] || die "$1 ${2:-}: there is no such folder"
-            copies+=("${1#--}" "$(absolute "$2")")
+            if [ -z "${2:-}" ] || [ ! -d "$(absolute "$2")" ]; then die "$1 ${2:-}: there is no such folder"; fi
+            folder=$(cd "$(absolute "$2")" && pwd)
+            place=${1#--}/$(basename "$folder")
+            [ -z "${copies[$place]:-}" ] || die "$1 $2: $place of the kit is ${copies[$place]} already; rename one of them"
+            copies[$place]=$folder
             shift 2
             ;;
         *) die "unknown argument '$1'; use --model FOLDER or --data FOLDER" ;;
@@ -33,7 +37,6 @@ done
 [ ! -e "$kit" ] || die "$kit exists; name a new folder"
 git rev-parse --git-dir >/dev/null 2>&1 || die "this is no git checkout, and the kit holds what git has committed"
 mkdir -p "$kit/wheels"
-kit=$(cd "$kit" && pwd -P)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -49,11 +52,9 @@ say "downloading $(wc -l <"$work/files") packages"
 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$kit/wheels" -r "$work/files"
 
 git archive --format=tar --output="$kit/project.tar" HEAD
-set -- "${copies[@]}"
-while [ $# -gt 0 ]; do
-    mkdir -p "$kit/$1"
-    cp -rL "$2" "$kit/$1/"
-    shift 2
+for place in "${!copies[@]}"; do
+    mkdir -p "$kit/${place%%/*}"
+    cp -rL "${copies[$place]}" "$kit/$place"
 done
 cp scripts/offline_setup.sh "$kit/setup.sh"
 printf 'ACCELERATOR=%s\nVLLM=%s\n' "$ACCELERATOR" "${VLLM:-0.32}" >"$kit/settings"

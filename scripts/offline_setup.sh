@@ -11,6 +11,7 @@ target=${1:-torchrl-grpo}
 
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 2; }
 
+case "$kit" in *[[:space:],]*) die "$kit has a space or a comma, by which pip and uv separate folders; move the kit" ;; esac
 [ ! -e "$target" ] || die "$target exists; name a new folder: bash $kit/setup.sh FOLDER"
 (cd "$kit" && sha256sum --check --quiet --strict SHA256SUMS) \
     || die "files of the kit are missing or damaged (above); copy them again"

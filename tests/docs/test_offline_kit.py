@@ -110,3 +110,35 @@ def test_a_kit_says_for_what_it_is(repo_root: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 2 and "write ACCELERATOR=cuda or ACCELERATOR=cpu" in done.stderr
     assert not (tmp_path / "kit").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["kit", "--model", "a/model", "--model", "b/model"], "model/model of the kit is"),
+        (["kit", "--model", "a/model", "--model", "a/other/../model/."], "model/model of the kit is"),
+        (["kit", "--model", "a/model", "--data", "b/model"], "kit exists; name a new folder"),
+        (["kit", "--data", "scripts"], "--data scripts: there is no such folder"),
+        (["kit", "--data"], "--data : there is no such folder"),
+        (["a kit"], "a kit has a space or a comma"),
+        (["a,kit"], "a,kit has a space or a comma"),
+    ],
+)
+def test_what_a_kit_cannot_hold_is_refused_first(
+    repo_root: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    for name in ("kit", "a kit", "a,kit", "a/model", "a/other", "b/model"):
+        (tmp_path / name).mkdir(parents=True)
+    command = ["bash", str(repo_root / "scripts/offline_kit.sh"), *words]
+    environment = {"PATH": "/usr/bin:/bin", "ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a kit", "a,kit"])
+def test_a_kit_in_a_folder_that_pip_would_split_is_refused(
+    repo_root: Path, tmp_path: Path, name: str
+) -> None:
+    done = set_up(kit(repo_root, tmp_path / name), tmp_path / "project")
+    assert done.returncode == 2 and f"{name} has a space or a comma" in done.stderr
+    assert not (tmp_path / "project").exists()
