@@ -79,6 +79,28 @@ def test_the_tokens_of_a_judges_own_tokenizer_are_broken_too(
     assert "only the usual control tokens are known" in caplog.text
 
 
+def test_code_of_a_judges_tokenizer_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("it asks"))
+    assert own_model.control_pattern(str(tmp_path), {}) is USUAL
+
+
+@pytest.mark.parametrize("error", [ImportError("no sentencepiece"), KeyError("own")])
+def test_a_tokenizer_that_cannot_be_made_leaves_the_usual_tokens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
+    assert own_model.control_pattern("m", {}) is USUAL
+    assert "only the usual control tokens are known" in caplog.text
+
+
 def test_other_weights_or_options_of_the_runs_own_server_are_another_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

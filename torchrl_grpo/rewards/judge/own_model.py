@@ -58,8 +58,10 @@ def control_pattern(model: str, engine_args: Mapping[str, Any]) -> re.Pattern[st
 
     place = {"revision": engine_args.get("revision"), "cache_dir": engine_args.get("download_dir")}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(engine_args.get("tokenizer") or model, **place)
-    except (OSError, ValueError) as error:
+        # Otherwise it would ask on a terminal whether to run code of the model, and wait.
+        name = engine_args.get("tokenizer") or model
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **place)
+    except (OSError, ValueError, ImportError, KeyError) as error:
         _log.warning("of the judge %s only the usual control tokens are known: %s", model, error)
         return USUAL
     own = any_of(control_texts(tokenizer, str(tokenizer.chat_template)))
