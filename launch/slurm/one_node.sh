@@ -14,7 +14,7 @@
 # one node: the run starts its engines itself. On the first node:
 #   role       devices  placement  why
 #   train      cuda:0   separate   train_model.num_devices=auto: the first GPU
-#   inference  cuda:1   separate   one worker, a GPU of its own
+#   inference  cuda:1   separate   one worker, a GPU of its own; weights by cuda ipc
 #   reference  -        off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
 set -eo pipefail
 

@@ -14,7 +14,7 @@
 # first node: the trainer; 7 workers on Ray, on all nodes. On the first node:
 #   role       devices   placement  why
 #   train      cuda:0    separate   train_model.num_devices=auto: the first GPU
-#   inference  ray x 7   cluster    7 workers, where ray.address puts them
+#   inference  ray x 7   cluster    7 workers, where ray.address puts them; weights by nccl
 #   reference  -         off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
 #   idle       cuda:1-3             no role asks for them
 set -eo pipefail

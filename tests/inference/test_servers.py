@@ -494,7 +494,8 @@ def test_an_answer_that_is_no_response_ends_the_server(
     server = Hostile(make_engine(tiny_model_dir), tmp_path / "socket")
     entries = {"content": [{"logprob": -1.0, "rank": 1}]}
     right = {"token_ids": [1], "logprobs": entries, "finish_reason": "stop", "weight_versions": None}
-    server.content = json.dumps({"choices": [] if choice is None else [right | choice]})
+    choices = [] if choice is None else [right | choice]
+    server.content = json.dumps({"choices": choices, "usage": {"prompt_tokens": len(PROMPTS[0])}})
     engine = connect(server, tmp_path)
     engine.submit([Request("a", PROMPTS[0], 12, 0.0)])
     with pytest.raises(ServerLost, match=why):

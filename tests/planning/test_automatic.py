@@ -121,7 +121,7 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
             "train_model.num_devices=4 inference_model.num_devices=4 train_model.parallelism=fsdp2",
         ),
         # An engine takes little longer with three groups than with two.
-        ("1.5B", "policy.kl_coef=0.1", True, 8, "train_model.num_devices=4 inference_model.num_devices=3"),
+        ("1.5B", "policy.kl_coef=0.1", True, 8, "train_model.num_devices=3 inference_model.num_devices=4"),
         ("0.5B", "policy.kl_coef=0.1 ref_model.num_devices=2", True, 8, None),
         # One number is open.
         ("0.5B", "train_model.num_devices=2", True, 8, "inference_model.num_devices=6"),
@@ -151,13 +151,13 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
         ("0.5B", "allocation_mode=vllm:d2+fsdp:d2", True, 8, ""),
         ("0.5B", "ray.address=auto", True, 8, ""),
         ("7B", "train_model.parallelism=ddp", False, 8, ""),
-        # Four GPUs are two engines.
+        # Six GPUs are three engines.
         (
             "0.5B",
             "inference_model.backend=vllm_server inference_model.tensor_parallel_size=2",
             True,
             8,
-            "train_model.num_devices=4 inference_model.num_devices=4",
+            "train_model.num_devices=2 inference_model.num_devices=6",
         ),
         # Servers that run elsewhere leave all GPUs to the trainer.
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_judge import FakeJudge, Reply, rank_length, responses, score_length
+from fake_judge import FakeJudge, Reply, rank_length, score_length
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
@@ -39,7 +39,6 @@ def test_a_run_goes_on_with_a_judge_that_fails_in_every_way(
     """Each response is judged, or its failure is counted, and the judge then says nothing about it."""
 
     def answer(request: dict[str, Any], number: int) -> Reply:
-        (response,) = responses(request)
         faults = [
             Reply(status=429, headers={"Retry-After": "0"}),
             Reply('{"score": 99}'),
@@ -48,8 +47,9 @@ def test_a_run_goes_on_with_a_judge_that_fails_in_every_way(
             Reply(hangs_up=True),
             Reply(status=403),
         ]
-        # By the response, so that each attempt has the same fate.
-        fault = sum(response.encode()) % 12
+        # By the whole request, so that each attempt has the same fate, and equal responses to two problems may
+        # have two.
+        fault = sum(json.dumps(request["messages"]).encode()) % 12
         return faults[fault] if fault < len(faults) else score_length(request, number)
 
     with FakeJudge(answer) as judge:

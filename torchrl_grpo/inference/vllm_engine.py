@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,6 @@ from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.runtime.own_variables import set_own
-
-if TYPE_CHECKING:
-    from vllm.inputs import TokensPrompt
 
 
 class VLLMEngine(SteppingEngine):
@@ -250,7 +247,7 @@ def _check_head(model: nn.Module, dtype: torch.dtype, head_dtype: torch.dtype | 
         )
 
 
-def _prompt(request: Request) -> TokensPrompt:
+def _prompt(request: Request) -> vllm_compat.TokensPrompt:
     return vllm_compat.prompt_of(
         request.written, [] if request.pictures is None else [decode(data) for data in request.pictures.files]
     )
