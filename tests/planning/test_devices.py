@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import itertools
 import re
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -62,6 +63,22 @@ def test_weights_stay_out_of_the_memory_of_the_host_where_they_can(
     way: str, gpus: int, changes: dict[str, Any]
 ) -> None:
     assert plan(Request(**changes), gpus).weight_transfer == way
+
+
+@pytest.mark.parametrize(
+    ("host", "way"),
+    [
+        ("127.0.0.2", "cuda ipc"),
+        (socket.gethostname(), "cuda ipc"),
+        (64 * "x", "cuda ipc"),
+        ("192.0.2.1", "nccl"),
+    ],
+)
+def test_only_servers_that_are_surely_elsewhere_get_weights_by_nccl(host: str, way: str) -> None:
+    """No other way is tried after it. A name of more than 63 letters has no address."""
+    servers = f"inference_model.servers=[unix:/tmp/one,http://{host}:8000]"
+    said = answer(f"grpo.py, 2 GPUs: inference_model.backend=vllm_server {servers}")
+    assert f"weights by {way}\n" in said
 
 
 def test_nccl_for_an_engine_on_the_gpu_of_the_trainer_is_refused() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from torchrl_grpo.config.allocation import meaning
-from torchrl_grpo.config.checks.engine import LOOPBACK
 from torchrl_grpo.config.checks.schedule import may_sleep
 from torchrl_grpo.config.derived import frozen_model, needs_frozen_model
 from torchrl_grpo.config.engines import DEFAULT_ENGINE, EngineKind, engine_kind
@@ -62,7 +61,7 @@ class Request:
         needs_copy: the setting because of which the trainer cannot send its own weights, e.g. because it does
             not wait until workers have loaded them; empty if there is none.
         servers: number of servers that ``inference_model.servers`` names; 0 if the run starts its engines.
-        elsewhere: whether workers or servers may be on other machines.
+        elsewhere: whether workers may be, or a server is, on another machine.
         sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
         ranks: number of training ranks on all machines, if a launcher has started them.
@@ -160,7 +159,7 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         weight_transfer=inference.weight_transfer,
         needs_copy=_needs_copy(cfg) if asynchronous else "",
         servers=servers,
-        elsewhere=cfg.ray.address is not None or (servers > 0 and not _all_here(inference.servers)),
+        elsewhere=cfg.ray.address is not None or (servers > 0 and any(map(_is_elsewhere, inference.servers))),
         sleep=cfg.inference_model.sleep,
         gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,
         ranks=ranks,
@@ -182,10 +181,27 @@ def _needs_copy(cfg: Config) -> str:
     return "collector.weight_update=drain" if drains else ""
 
 
-def _all_here(addresses: Iterable[str]) -> bool:
-    """Return whether all servers are on this machine, as far as their addresses say."""
-    parts = map(urlsplit, addresses)
-    return all(part.scheme == "unix" or part.hostname in LOOPBACK for part in parts)
+def _is_elsewhere(address: str) -> bool:
+    """Return whether a server is on another machine: its host has addresses, and none is of this machine."""
+    parts = urlsplit(address)
+    if parts.scheme == "unix":
+        return False
+    try:
+        places = socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        # Nothing is known of a host without an address. The connection reports it.
+        return False
+    return not any(_can_bind(family, place) for family, *_, place in places)
+
+
+def _can_bind(family: int, place: tuple[Any, ...]) -> bool:
+    """Return whether an address is of this machine, which alone can be bound."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as udp:
+            udp.bind(place)
+    except OSError:
+        return False
+    return True
 
 
 def reward_gpus(cfg: Config) -> tuple[tuple[str, int], ...]:

@@ -255,7 +255,7 @@ class ServerPool:
         # Whether the carrier is known to work, and why it does not.
         self._tried = spec.weight_transfer not in ("cuda_ipc", "nccl")
         self._refusal: Exception | None = None
-        # NCCL is for servers that may not see the memory of this machine.
+        # NCCL is for servers on other machines, which do not see the memory of this one.
         is_automatic = spec.cfg.inference_model.weight_transfer == "auto"
         self._falls_back = is_automatic and spec.weight_transfer == "cuda_ipc"
         # Description of the run's model, for servers that somebody else has started.
