@@ -47,8 +47,8 @@ def test_a_run_goes_on_with_a_judge_that_fails_in_every_way(
             Reply(hangs_up=True),
             Reply(status=403),
         ]
-        # By the whole request, so that each attempt has the same fate, and equal responses to two problems may
-        # have two.
+        # By the whole request, so that each attempt has the same fate, and equal responses to two problems
+        # may have two.
         fault = sum(json.dumps(request["messages"]).encode()) % 12
         return faults[fault] if fault < len(faults) else score_length(request, number)
 
