@@ -247,7 +247,7 @@ def _check_head(model: nn.Module, dtype: torch.dtype, head_dtype: torch.dtype | 
         )
 
 
-def _prompt(request: Request) -> vllm_compat.TokensPrompt:
+def _prompt(request: Request) -> Any:
     return vllm_compat.prompt_of(
         request.written, [] if request.pictures is None else [decode(data) for data in request.pictures.files]
     )
