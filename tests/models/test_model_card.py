@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.models import model_card
 from torchrl_grpo.runtime import hub
 
@@ -49,6 +50,10 @@ def test_a_card_says_where_the_model_is_from_and_what_it_can_do(tmp_path: Path) 
     assert "| accuracy by gsm8k | 0.250 | 0.500 | 0.400 to 0.600 |" in text
     assert "    grpo.py optimizer.lr=2e-5\n" in text and "optimizer steps: 30" in text
     assert "torchrl-grpo 0.1.0" in text and "transformers 5" in text and "gsm8k" in text
+    assert "\nvllm serve FOLDER\n" in text
+    # In 16 bits, a model that was trained and measured in float32 could answer as its base does.
+    cfg.inference_model.dtype = Dtype.float32
+    assert "\nvllm serve FOLDER --dtype float32\n" in write(tmp_path / "float32", cfg)[1]
     # Adapters are loaded otherwise, and a run need not evaluate.
     (tmp_path / "model/adapter_config.json").write_text(json.dumps({}))
     data, text = write(tmp_path / "model", cfg, model_card.Training("", 3, {}, 0, {}, "gsm8k"))

@@ -140,7 +140,7 @@ def _body(cfg: Config, base: Base, training: Training, has_adapters: bool) -> st
         "## Training",
         _training(cfg, base, training),
         "## Use",
-        _use(has_adapters, base),
+        _use(cfg, has_adapters, base),
         "## License",
         _license(base),
     ]
@@ -198,13 +198,16 @@ def _training(cfg: Config, base: Base, training: Training) -> str:
     return "\n".join(lines)
 
 
-def _use(has_adapters: bool, base: Base) -> str:
+def _use(cfg: Config, has_adapters: bool, base: Base) -> str:
+    # Without it, vLLM rounds float32 weights to 16 bits, and with them what a short run has changed.
+    engine_dtype = str(cfg.inference_model.dtype)
+    dtype = "" if engine_dtype == "auto" else f" --dtype {engine_dtype}"
     if has_adapters:
         loading = "from peft import AutoPeftModelForCausalLM as Model"
-        serving = f"vllm serve {_short(base)} --enable-lora --lora-modules trained=FOLDER"
+        serving = f"vllm serve {_short(base)} --enable-lora --lora-modules trained=FOLDER{dtype}"
     else:
         loading = "from transformers import AutoModelForCausalLM as Model"
-        serving = "vllm serve FOLDER"
+        serving = f"vllm serve FOLDER{dtype}"
     lines = [
         "from transformers import AutoTokenizer",
         loading,
