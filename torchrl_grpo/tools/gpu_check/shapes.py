@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,44 +25,13 @@ _TURNS = (
 )
 
 
-def _qwen(
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    key_heads: int,
-    vocabulary: int = 151_936,
-    tied: bool = True,
-) -> PreTrainedConfig:
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=tied,
-    )
+def _qwen(*sizes: int, vocabulary: int = 151_936, tied: bool = True) -> PreTrainedConfig:
+    return Qwen2Config(**_sizes(vocabulary, *sizes), max_position_embeddings=32_768, tie_word_embeddings=tied)
 
 
-def _llama(
-    vocabulary: int,
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    key_heads: int,
-    head: int,
-    spread: float = 0.02,
-) -> PreTrainedConfig:
+def _llama(vocabulary: int, *sizes: int, head: int, spread: float = 0.02) -> PreTrainedConfig:
     return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
+        **_sizes(vocabulary, *sizes),
         head_dim=head,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
@@ -69,14 +39,25 @@ def _llama(
     )
 
 
+def _sizes(vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, key_heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+    }
+
+
 SHAPES = {
     # For a CPU, with the smallest heads that vLLM's kernels for CPUs take. Its weights are spread so widely
     # that answers differ from token to token.
-    "tiny": _llama(512, 64, 96, 2, 2, 1, 32, spread=0.1),
-    smollm2.NAME: _llama(49_152, 576, 1536, 30, 9, 3, 64),
+    "tiny": _llama(512, 64, 96, 2, 2, 1, head=32, spread=0.1),
+    smollm2.NAME: _llama(49_152, 576, 1536, 30, 9, 3, head=64),
     "Qwen2.5-0.5B-Instruct": _qwen(896, 4864, 24, 14, 2),
     "Qwen2.5-1.5B-Instruct": _qwen(1536, 8960, 28, 12, 2),
-    "Qwen2.5-7B-Instruct": _qwen(3584, 18_944, 28, 28, 4, 152_064, tied=False),
+    "Qwen2.5-7B-Instruct": _qwen(3584, 18_944, 28, 28, 4, vocabulary=152_064, tied=False),
 }
 
 
