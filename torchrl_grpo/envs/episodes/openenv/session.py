@@ -93,6 +93,9 @@ class Session:
             if error.code == "CAPACITY_REACHED":
                 raise NoRoom(f"{url} has no room for another session ({error})") from error
             raise
+        except TimeoutError as error:
+            self.close()
+            raise SessionLost(str(error)) from error
         except BaseException:
             self.close()
             raise
