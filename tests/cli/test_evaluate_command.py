@@ -22,6 +22,7 @@ from torchrl_grpo.config.keys import show
 from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError
 from torchrl_grpo.observe.evaluation_files import Measured, difference, lm_eval
 from torchrl_grpo.observe.stats import mean_interval, paired_interval
+from torchrl_grpo.runtime.printable import printable
 from torchrl_grpo.training import job
 
 
@@ -173,6 +174,8 @@ CODE = {"marker": "MARK.py:score", "length": "MARK.py:score"}
         ("ray", "address", "10.0.0.1:6379", {"ray.address": None}),
         ("inference_model", "server_python", "evil/python", {"inference_model.server_python": None}),
         ("inference_model", "engine_args", {"a": "b"}, {"inference_model.engine_args": {"a": "c"}}),
+        # It may not take the warning off the screen.
+        ("inference_model", "server_python", "\x1b[2K\revil", {"inference_model.server_python": None}),
     ],
 )
 def test_code_that_the_configuration_of_a_run_names_does_not_run_unasked(
@@ -198,7 +201,7 @@ def test_code_that_the_configuration_of_a_run_names_does_not_run_unasked(
     assert stopped.value.code == 2 and not (tmp_path / "ran").exists()
     assert line.startswith("error: run: the configuration of this run names code that would run here: ")
     assert line.endswith(
-        f": {section}.{key}={show(value)}; look at it, and write --trust-run too if you trust it"
+        f": {section}.{key}={printable(show(value))}; look at it, and write --trust-run too if you trust it"
     )
     # Values that the user writes are his.
     run = model_argument.read("run")

@@ -15,6 +15,7 @@ from torchrl_grpo.errors import UserError
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.interrupts import StopRequested, Terminated, raise_terminations
+from torchrl_grpo.runtime.printable import printable
 
 USER_ERROR_CODE = 2
 # A run that was asked to stop has saved itself and can go on. EX_TEMPFAIL of sysexits.h says "try again".
@@ -70,9 +71,9 @@ def run_tool(
 
 
 def report(error: UserError, where: str = "") -> None:
-    """Write a mistake to stderr, after what stdout has."""
+    """Write a mistake to stderr, after what stdout has. It may quote files of other users."""
     sys.stdout.flush()
-    sys.stderr.write(f"error: {where}{error}\n")
+    sys.stderr.write(f"error: {where}{printable(str(error))}\n")
     sys.stderr.flush()
 
 
