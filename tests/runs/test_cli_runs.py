@@ -408,6 +408,8 @@ def test_another_tree_of_configurations_and_words_for_hydra_belong_to_the_words(
         ("overrides.yaml", "- env.system_prompt=à".encode()[:-1]),
         ("hydra.yaml", b"hydra: {job: {}}"),
         ("hydra.yaml", b"x"),
+        # An alias may stand for a text that is larger than the memory.
+        ("overrides.yaml", b"[&a optimizer.lr=1, *a]"),
     ],
 )
 def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, name: str, text: bytes) -> None:
@@ -416,6 +418,7 @@ def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, na
     assert run_folder.launch_command(folder) == "grpo.py --config-name=grpo_gsm8k"
     (folder / ".hydra" / name).write_bytes(text)
     assert run_folder.launch_command(folder) == run_folder.launch_command(workplace / "nowhere") == ""
+    assert run_folder.public_command(folder / ".hydra") == ""
     assert "; repeat the arguments of the original command" in checkpoint.how_to_continue(folder)
 
 

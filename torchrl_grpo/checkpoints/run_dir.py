@@ -15,14 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
-
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.public import shown_overrides
 from torchrl_grpo.errors import CheckpointError, ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
-from torchrl_grpo.runtime.files.run_records import RESUMED, is_step, newest_record
-from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular, read_small
+from torchrl_grpo.runtime.files.run_records import DAMAGED, RESUMED, is_step, newest_record, read_yaml
+from torchrl_grpo.runtime.files.shared_files import open_regular
 from torchrl_grpo.runtime.invocation import program
 
 MANIFEST = "manifest.json"
@@ -138,6 +136,17 @@ def check_kinds(folder: Path) -> None:
             )
 
 
+def check_unclaimed(folder: Path) -> None:
+    """Refuse a folder that a process is writing to, before Hydra writes its record of this start there.
+
+    Raises:
+        ConfigError: a process is, or the lock file is no ordinary file.
+    """
+    if (folder / LOCK).exists():
+        with explained_errors(folder), claimed(folder):
+            pass
+
+
 def set_aside(folder: Path) -> None:
     """Rename a folder that holds results of a run, so that the run can begin again.
 
@@ -195,10 +204,10 @@ def public_command(record: Path) -> str:
         record: folder of Hydra's record of the start.
     """
     try:
-        job = yaml.safe_load(read_small(record / "hydra.yaml"))["hydra"]["job"]
-        words = shown_overrides(yaml.safe_load(read_small(record / "overrides.yaml")))
+        job = read_yaml(record / "hydra.yaml")["hydra"]["job"]
+        words = shown_overrides(read_yaml(record / "overrides.yaml"))
         return shlex.join([Path(job["name"]).name, f"--config-name={Path(job['config_name']).name}", *words])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, *DAMAGED, KeyError, TypeError, AttributeError):
         return ""
 
 
@@ -213,7 +222,7 @@ def launch_command(run_dir: Path, *more: str, resumed: bool = False) -> str:
     """
     record = newest_record(run_dir) if resumed else run_dir / ".hydra"
     try:
-        hydra = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]
+        hydra = read_yaml(record / "hydra.yaml")["hydra"]
         command = [*program(hydra["job"]["name"]), f"--config-name={hydra['job']['config_name']}"]
         for source in hydra["runtime"]["config_sources"]:
             if source["provider"] == "command-line":
@@ -223,10 +232,10 @@ def launch_command(run_dir: Path, *more: str, resumed: bool = False) -> str:
         command += [
             word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _NOT_REPEATED
         ]
-        words = yaml.safe_load(read_regular(record / "overrides.yaml"))
+        words = read_yaml(record / "overrides.yaml")
         command += [word for word in words if not word.startswith("resume=")]
         return shlex.join([*command, *more])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
+    except (OSError, *DAMAGED, KeyError, TypeError):
         # The result is part of other messages, so an incomplete record must not raise an error here.
         return ""
 

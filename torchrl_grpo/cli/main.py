@@ -344,6 +344,7 @@ class _CommandLine:
         for cfg in configs:
             if (resumed := self._to_resume(cfg, job)) is not None:
                 run_dir.check_kinds(resumed)
+                run_dir.check_unclaimed(resumed)
                 record = run_dir.ResumeRecord(resumed)
                 words = [f"{key}={quote(str(resumed))}", f"hydra.output_subdir={record.name}"]
                 return words, record.undo
@@ -358,6 +359,7 @@ class _CommandLine:
         if self._chosen(key):
             run_dir.check_free(key, folder)
             run_dir.check_kinds(folder)
+            run_dir.check_unclaimed(folder)
             return [], lambda: None
         self.run_folder = created = run_dir.new_folder(folder)
         return [f"{key}={quote(str(created))}"], lambda: run_dir.remove_if_unused(created)
