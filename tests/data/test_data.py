@@ -433,8 +433,12 @@ def test_answers_may_be_numbers(tmp_path: Path) -> None:
     for value in (True, float("inf"), [3]):
         row = {"question": "q", "answer": value}
         path = str(write(tmp_path / "b.jsonl", [row]))
+        named = {"question": "question", "answer": "answer"}
         with pytest.raises(DataError, match=r"column 'answer' is .* not a string"):
-            load(config("jsonl", num_problems=0, data_path=path))
+            load(config("jsonl", num_problems=0, data_path=path, fields=named))
+        # A column that nobody has named is for a reward of one's own.
+        (example,) = load(config("jsonl", num_problems=0, data_path=path)).train
+        assert example.truth == {} and example.columns["answer"] == value
     with pytest.raises(DataError, match="column 'question' is int"):
         load(config("jsonl", data_path=str(write(tmp_path / "c.jsonl", [{"question": 3, "answer": 3}]))))
 

@@ -38,11 +38,11 @@ def _field_names(row: sources.Row, env: EnvConfig) -> dict[str, str]:
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     """Convert a row to an example; ``truth`` is ``{"answer": text}``, or empty.
 
-    Without ``env.fields.answer``, the column ``answer`` is read if there is one, and so is ``solution``. A
-    null answer or solution is none. ``env.fields.messages`` names a list of chat messages, which is the
-    prompt as it is. A last message of the assistant is the solution, and no part of the prompt. Without any
-    solution, the answer is one. ``env.fields.identity`` names what problems have in common that are the same
-    in other words.
+    Without ``env.fields.answer``, the column ``answer`` is read if it has text or a number, and so is
+    ``solution`` if it has text. A null answer or solution is none. ``env.fields.messages`` names a list
+    of chat messages, which is the prompt as it is. A last message of the assistant is the solution, and
+    no part of the prompt. Without any solution, the answer is one. ``env.fields.identity`` names what
+    problems have in common that are the same in other words.
 
     Raises:
         ConfigError: a template of ``env.fields`` cannot be read.
@@ -51,12 +51,15 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     """
     names = _field_names(row, env)
     truth = {}
-    if "answer" in names or "answer" in row.values:
-        column = names.get("answer", "answer")
+    if "answer" in names:
+        column = names["answer"]
         resolved = fields.resolve(row, column, "env.fields.answer")
         # Answers may be missing, so a null is none. Another column than the row has is a mistake.
         if column not in resolved.values or not columns.is_missing(resolved.values[column]):
             truth["answer"] = columns.answer(resolved, column, "jsonl")
+    elif columns.is_answer(row.values.get("answer")):
+        # Another value, such as a list, is for a reward of one's own.
+        truth["answer"] = columns.answer(row, "answer", "jsonl")
     solution = _solution(row, env, names, truth)
     identity = ""
     if "identity" in names:

@@ -49,6 +49,15 @@ def text(row: Row, column: str, dataset: str) -> str:
     return value
 
 
+def is_answer(value: object) -> bool:
+    """Whether :func:`answer` takes a value: text that is not blank, or a finite number."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def answer(row: Row, column: str, dataset: str) -> str:
     """Return the answer in a column as text. The column may hold text or numbers.
 
