@@ -107,6 +107,16 @@ def test_the_held_out_value_falls_while_rewards_rise_or_fall(name: str) -> None:
     assert watch([*start, row(4, reward__mean=reward, **evaluation(0.59))]) == [(4, name)]
 
 
+@pytest.mark.parametrize(("problems", "warns"), [(4, True), (3, False)])
+def test_a_held_out_value_falls_from_all_right_to_all_wrong(problems: int, warns: bool) -> None:
+    def equal(value: float) -> dict[str, Any]:
+        bounds = {f"eval__primary{end}": value for end in ("", "_low", "_high")}
+        return {**bounds, "eval__num_problems": problems}
+
+    lines = [row(0, **equal(1.0)), row(1), row(2, **equal(1.0)), row(3, reward__mean=0.01, **equal(0.0))]
+    assert watch(lines) == [(3, "held_out_falls")] * warns
+
+
 def test_a_held_out_value_falls_without_rewards_too() -> None:
     solutions = {"reward__mean": None, "reward__constant_groups": None, "policy__ratio": None}
     lines = [row(step, **solutions, **evaluation(value)) for step, value in ((0, 0.5), (5, 0.8), (9, 0.6))]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_grpo.config.builtin import NO_REWARDS
 from torchrl_grpo.observe.held_out import HeldOut, held_out
 
 Row = Mapping[str, Any]
@@ -16,10 +17,9 @@ Row = Mapping[str, Any]
 # Below this mean difference in nats, engine and trainer both compute in float32. In the quick start it was
 # 1e-5 in float32, and 0.04 to 0.11 in bfloat16.
 _FLOAT32_NATS = 1e-3
-# Metrics whose names begin as those of a reward do.
-_NO_REWARDS = frozenset(
-    f"reward/{name}" for name in ("mean", "std", "constant_groups", "errors", "error_share")
-)
+# That each of so many problems gets the same grade, and later each the same worse one, has a chance below
+# 5 % if nothing has changed: it is 2 of 70 permutations.
+_FEWEST = 4
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,12 @@ class Past:
             self._best, self.fall, self.risen = present, 0.0, None
             self._best_rewards = rewards or self._best_rewards
             return
-        room = best.value - best.low + present.high - present.value
-        self.fall = (best.value - present.value) / room if room > 0 else 0.0
+        fall, room = best.value - present.value, best.value - best.low + present.high - present.value
+        if room > 0:
+            self.fall = fall / room
+        else:
+            # Grades that are all the same have intervals without a width.
+            self.fall = math.inf if fall > 0 and (row.get("eval/num_problems") or 0) >= _FEWEST else 0.0
         self.risen = _largest_rise(self._best_rewards, rewards)
 
     def _expected_constant(self, row: Row) -> float | None:
@@ -181,7 +185,8 @@ def rewards_of(row: Row) -> dict[str, float]:
     return {
         name: value
         for name, value in row.items()
-        if name == "reward/mean" or (name.startswith("reward/") and name not in _NO_REWARDS)
+        if name == "reward/mean"
+        or (name.startswith("reward/") and name.removeprefix("reward/") not in NO_REWARDS)
         if value is not None
     }
 

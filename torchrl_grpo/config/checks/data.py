@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, dataset_kind
+from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, NO_REWARDS, REWARDS, TOOLS, dataset_kind
 from torchrl_grpo.config.checks.unread import check_unset
 from torchrl_grpo.config.derived import has_episodes, reward_weights
 from torchrl_grpo.config.judges import check_model_reward, is_model, is_ranking
@@ -294,6 +294,9 @@ def _check_function(name: str, spec: str) -> None:
     key = f"reward.functions.{name}"
     if name in REWARDS:
         wrong = "a built-in reward has this name"
+        raise bad_value(key, spec, wrong, f"another name, as in reward.functions={{my_{name}:{spec}}}")
+    if name in NO_REWARDS:
+        wrong = f"the metric reward/{name} is of all rewards"
         raise bad_value(key, spec, wrong, f"another name, as in reward.functions={{my_{name}:{spec}}}")
     if not name.replace("-", "_").isidentifier():
         wrong = "a reward's name has letters, digits, _ and -"
