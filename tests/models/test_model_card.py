@@ -40,6 +40,23 @@ def write(folder: Path, cfg: Config, training: model_card.Training = TRAINING) -
     return card.data.to_dict(), card.text
 
 
+def test_a_card_names_data_of_the_hub_and_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret/data").mkdir(parents=True)
+    cfg = Config()
+    for name, named in (
+        ("org/sums", ["org/sums"]),
+        (str(tmp_path / "secret/data"), None),
+        ("secret/data", None),
+    ):
+        cfg.env.hub_name = name
+        data, text = write(tmp_path / "model", cfg)
+        assert data.get("datasets") == named
+        assert (
+            ("secret" not in text and "gsm8k (data)" in text) if named is None else "gsm8k (org/sums)" in text
+        )
+
+
 def test_a_card_says_where_the_model_is_from_and_what_it_can_do(tmp_path: Path) -> None:
     cfg = Config()
     cfg.model.name = "smollm2-135m"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.shape import local_folder
 from torchrl_grpo.runtime import hub
@@ -123,7 +124,7 @@ def write(folder: Path, cfg: Config, base: Base, training: Training) -> None:
         library_name="peft" if has_adapters else "transformers",
         pipeline_tag="text-generation",
         tags=["torchrl-grpo", cfg.train.method.value, *(["lora"] if has_adapters else [])],
-        datasets=[cfg.env.hub_name] if cfg.env.hub_name and cfg.env.data_path is None else None,
+        datasets=None if (hub_name := _hub_name(cfg.env)) is None else [hub_name],
     )
     text = f"---\n{data}\n---\n\n{_body(cfg, base, training, has_adapters)}"
     ModelCard(text).save(folder / CARD)
@@ -152,13 +153,21 @@ def _short(base: Base) -> str:
     return base.hub_name or Path(base.name).name
 
 
+def _hub_name(env: EnvConfig) -> str | None:
+    """Return the name of the data on the hub; None without one. A path would tell of this machine."""
+    name = env.hub_name
+    if name is None or env.data_path is not None or expanded(name).is_dir():
+        return None
+    return name if _HUB_NAME.fullmatch(name) else None
+
+
 def _data(cfg: Config) -> str:
     env = cfg.env
     if env.mixture:
         return "a mixture of data sets"
-    source = Path(env.data_path).name if env.data_path else env.hub_name
+    source = _hub_name(env) or Path(env.data_path or env.hub_name or "").name
     name = f"{env.dataset} ({env.task})" if env.dataset == "reasoning_gym" else Path(env.dataset).name
-    return name if source is None else f"{name} ({source})"
+    return f"{name} ({source})" if source else name
 
 
 def _result(training: Training) -> str:
