@@ -263,6 +263,38 @@ def test_resume_refuses_a_file_damaged_in_the_middle(tmp_path: Path, line: bytes
         MetricsWriter(tmp_path, resume_step=1).close()
 
 
+def test_a_damaged_line_of_responses_ends_no_training(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(b'{"step": 1}\ngarbage\n{"step": 2, "a": \x00\n{"step": 3}\nmore\n{"step": 4}\n')
+    with contextlib.closing(RolloutWriter(tmp_path, resume_step=3)) as writer:
+        # What is damaged after the last step that stays goes with the steps that are repeated.
+        assert path.read_bytes() == b'{"step": 1}\ngarbage\n{"step": 2, "a": \x00\n{"step": 3}\n'
+        writer.write(4, [ROW])
+    assert [json.loads(path.read_bytes().splitlines()[row])["step"] for row in (0, 3, 4)] == [1, 3, 4]
+
+
+def test_a_full_disk_loses_responses_with_a_warning_and_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, room = os.write, [10]
+
+    def write(file: int, block: bytes | memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(file, block[: room[0]])
+        room[0] = 0
+        return written
+
+    with contextlib.closing(RolloutWriter(tmp_path)) as writer:
+        writer.write(1, [ROW])
+        monkeypatch.setattr(os, "write", write)
+        with pytest.warns(UserWarning, match=r"rollouts\.jsonl could not grow \(No space left on device\)"):
+            writer.write(2, [ROW])
+        monkeypatch.undo()
+        writer.write(3, [ROW])
+    assert [line["step"] for line in lines(tmp_path / "rollouts.jsonl")] == [1, 3]
+
+
 def test_reading_leaves_a_torn_line_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')

@@ -412,20 +412,27 @@ def test_compiled_layers_train_to_the_same_numbers(train: Runner) -> None:
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
-def test_a_full_disk_stops_the_run_with_one_clear_message(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("full", ["metrics.jsonl", "rollouts.jsonl"])
+def test_a_full_disk_stops_the_run_with_one_clear_message_where_it_must(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     folder = tmp_path / "run"
     real = os.write
 
     def write(file: int, block: bytes | memoryview) -> int:
-        if Path(f"/proc/self/fd/{file}").readlink().name == "rollouts.jsonl":
+        if Path(f"/proc/self/fd/{file}").readlink().name == full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(file, block)
 
     monkeypatch.setattr(os, "write", write)
+    if full == "rollouts.jsonl":
+        # Only people read these lines.
+        with pytest.warns(UserWarning, match=r"rollouts\.jsonl could not grow"):
+            assert run(config, folder)["steps"] == 4
+        assert (folder / full).read_bytes() == b""
+        return
     with pytest.raises(
-        TrainingStopped, match=r"No space left on device: .*rollouts.jsonl.*make room"
+        TrainingStopped, match=r"No space left on device: .*metrics.jsonl.*make room"
     ) as raised:
         run(config, folder)
     assert str(raised.value).endswith(f"{folder} has no checkpoint yet to continue from")

@@ -12,12 +12,14 @@ import json
 import math
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.errors import CheckpointError, ConfigError, RunFolderLost
+from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files.shared_files import open_regular
 
 METRICS = "metrics.jsonl"
@@ -95,12 +97,16 @@ class _Lines:
         """Truncate the file before the first step after ``resume_step``, or before a partial last line."""
         if not self._existed:
             return
-        keep = 0
+        keep, unread = 0, 0
         with os.fdopen(open_regular(self.path), "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
                 match = _STEP.match(line)
+                if match is None and not self._are_read:
+                    # It stays, between lines of steps that stay. Readers leave it out.
+                    unread += len(line)
+                    continue
                 if match is None:
                     raise CheckpointError(
                         f"{self.path}: line {number} does not begin with its step: {line[:60]!r}; "
@@ -115,7 +121,8 @@ class _Lines:
                     )
                 self.last_step = int(match[1])
                 self.kept[self.last_step] += 1
-                keep += len(line)
+                keep += unread + len(line)
+                unread = 0
         os.truncate(self.path, keep)
 
     def missing(self, expected: Iterable[int], count: int) -> str | None:
@@ -143,11 +150,13 @@ class _Lines:
         block = "".join(
             json.dumps(jsonable({"step": int(step), **row}), allow_nan=False) + "\n" for row in rows
         ).encode("ascii")
-        left = memoryview(block)
+        left, size = memoryview(block), os.fstat(self._file).st_size
         try:
             while left:  # os.write() writes the whole block, unless a signal interrupts it
                 left = left[os.write(self._file, left) :]
         except OSError as error:
+            # The next line begins where this one began.
+            os.ftruncate(self._file, size)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         if block:
             self.last_step = int(step)
@@ -246,7 +255,8 @@ class RolloutWriter:
 
         Args:
             step: number of the optimizer step.
-            rows: responses, each with ``prompt``, ``response``, ``reward`` (the weighted total), ``rewards``
+            rows: responses. A full disk loses them with a warning, and ends no training, because only people
+                read them. Each has ``prompt``, ``response``, ``reward`` (the weighted total), ``rewards``
                 (rewards and their components by name, unweighted), ``advantage`` and ``policy_version``.
                 ``errors`` (optional) maps the name of a reward to its error. Other keys are written
                 unchanged.
@@ -255,7 +265,16 @@ class RolloutWriter:
             KeyError: a row lacks one of the six required keys.
             ValueError: the writer is closed.
         """
-        self._lines.append(step, [self._order(row) for row in rows])
+        try:
+            self._lines.append(step, [self._order(row) for row in rows])
+        except OSError as error:
+            if not is_disk_full_error(error):
+                raise
+            warnings.warn(
+                f"{self.path} could not grow ({error.strerror}); the run goes on without these responses, so "
+                "make room there",
+                stacklevel=2,
+            )
 
     def _order(self, row: Mapping[str, Any]) -> dict[str, Any]:
         ordered = {name: row[name] for name in self._FIRST}
