@@ -87,6 +87,20 @@ def test_a_setting_with_unfinished_trials_is_not_the_best(tmp_path: Path) -> Non
     assert "optimizer.lr=1e-3 (1 of 3), optimizer.lr=1e-5 (2 of 3)" in shown
 
 
+def test_a_setting_without_a_value_is_no_baseline_unless_it_is_named(tmp_path: Path) -> None:
+    write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7, "optimizer.lr=3": 0.3})
+    for number in range(3):
+        (tmp_path / f"{number}/metrics.jsonl").write_text("")
+        (tmp_path / f"{number}/summary.json").unlink()
+    entries = results(read_sweep(tmp_path))
+    assert entries["baseline"] == "optimizer.lr=2" and entries["comparisons"] == 1
+    named = results(read_sweep(tmp_path), "optimizer.lr=1")
+    assert named["comparisons"] == 0 and all(entry["difference"] is None for entry in named["settings"])
+    shown = screen(named)
+    assert "It shares no seed that has ended with the baseline, optimizer.lr=1." in shown
+    assert "cannot be told" not in shown and "are looked at" not in shown
+
+
 def test_a_setting_of_which_a_trial_was_stopped_has_no_mean(tmp_path: Path) -> None:
     write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7}, seeds=2)
     (tmp_path / "3/summary.json").unlink()

@@ -36,7 +36,8 @@ def results(trials: Sequence[Trial], baseline: str | None = None) -> dict[str, A
 
     Args:
         trials: its trials.
-        baseline: name of the setting that the others are compared with; None for the first.
+        baseline: name of the setting that the others are compared with; None for the first that has a
+            held-out value, or else the first.
 
     Returns:
         The content of ``sweep.json``.
@@ -49,22 +50,24 @@ def results(trials: Sequence[Trial], baseline: str | None = None) -> dict[str, A
         raise ConfigError(
             f"--baseline={baseline}: there is no such setting; write one of {', '.join(groups)} instead"
         )
-    first = next(iter(groups), None) if baseline is None else baseline
     entries = [_setting(name, group) for name, group in groups.items()]
+    names = [entry["name"] for entry in sorted(entries, key=lambda entry: entry["mean"] is None)]
+    first = next(iter(names), None) if baseline is None else baseline
     measured = trials if first is None else [*groups[first], *trials]
     metric = metric_of(measured)
     # Means of different metrics are not in one order.
     ranked = [
         entry for entry in entries if entry["mean"] is not None and metric_of(groups[entry["name"]]) == metric
     ]
-    others = [entry for entry in ranked if entry["name"] != first]
+    is_measured = any(entry["name"] == first for entry in ranked)
+    others = [entry for entry in ranked if entry["name"] != first and is_measured]
     # A run that diverges stops with an error and stays unfinished. The mean of the others says too much.
     whole = [entry for entry in ranked if _has_ended(entry)]
     # Of several comparisons, one would otherwise be a false finding more often than once in 20 sweeps.
     strict = 1 - (1 - statistics.LEVEL) / max(1, len(others))
     for entry in entries:
         entry["difference"] = None
-        if first is not None and len(ranked) > len(others) and entry in others:
+        if first is not None and entry in others:
             entry["difference"] = _difference(groups[entry["name"]], groups[first], strict)
     return {
         "metric": metric,
@@ -245,8 +248,10 @@ def verdict(entries: Mapping[str, Any]) -> list[str]:
             f"Best: {best}, the baseline. {worse} of the others are distinguishably worse, "
             f"{len(verdicts) - worse} are not."
         ]
+    elif differences[best] is None:
+        lines = [f"Best: {best}. It shares no seed that has ended with the baseline, {baseline}."]
     else:
-        is_better = differences[best] is not None and differences[best]["verdict"] == BETTER
+        is_better = differences[best]["verdict"] == BETTER
         words = "is better than" if is_better else "cannot be told from"
         lines = [f"Best: {best}. It {words} the baseline, {baseline}."]
     if entries["comparisons"] > 1:
