@@ -283,7 +283,7 @@ def test_the_pages_table_is_what_is_predicted(
             f"{len(hardware.gpus)} x {gpu.removeprefix('NVIDIA ').removeprefix('GeForce ').split(' 80GB')[0]}"
         )
         rows.append(f"| `{name}` | {gpus} | `{script}` | {words} | {' | '.join(numbers)} |")
-    page = (ROOT / "docs/devices.md").read_text()
+    page = (ROOT / "benchmarks/MEASURED.md").read_text()
     assert re.findall(r"^\| `gpu_.*$", page, re.MULTILINE) == rows, "\n".join(rows)
 
 
