@@ -12,6 +12,7 @@ from typing import Any
 from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import elsewhere, parse
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.observe.rules import RULES
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MARKER = re.compile(r"^<!-- table: (.*) -->$", re.MULTILINE)
@@ -21,7 +22,8 @@ def with_tables(markdown: str) -> str:
     """Return a text with its tables.
 
     A line ``<!-- table: NAME -->`` becomes a table: ``presets`` is what the files of ``config/policy`` set,
-    ``schema`` that of a batch, and every other name a section of ``other_systems.tsv``.
+    ``schema`` that of a batch, ``rules`` by which a run is watched, and every other name a section of
+    ``other_systems.tsv``.
     """
     return _MARKER.sub(lambda marker: _table(marker[1]), markdown)
 
@@ -33,6 +35,8 @@ def _table(name: str) -> str:
             head, *body = _presets()
         case "schema":
             head, *body = _schema()
+        case "rules":
+            head, *body = _rules()
         case _:
             head, *body = _names(name)
     lines = [head, ["---"] * len(head), *body]
@@ -68,6 +72,17 @@ def _schema() -> list[list[str]]:
             rows[-1][-1] += f" {cells[-1]}"
     head, *body = rows
     return [head, *([f"`{key}`", f"`{shape}`", *rest] for key, shape, *rest in body)]
+
+
+def _rules() -> list[list[str]]:
+    """Return the rules by which a run is watched."""
+    rows = [["warning", "sign, of", "begins after", "cause, and key to change", "source of the threshold"]]
+    for rule in RULES:
+        limits = "".join(f", {limit.threshold:g} {limit.where}" for limit in rule.limits)
+        bound = f"{'at most' if rule.below else 'at least'} {rule.threshold:g}{limits}"
+        lasts = f"{rule.window} {rule.unit}{'s' if rule.window > 1 else ''}"
+        rows.append([f"`{rule.name}`", f"{bound}: {', '.join(rule.reads)}", lasts, rule.advice, rule.source])
+    return rows
 
 
 def _presets() -> list[list[str]]:
