@@ -32,6 +32,7 @@ from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.runtime import hardware, rank_env, screen
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files import compile_cache
+from torchrl_grpo.runtime.importing import importing
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested
 from torchrl_grpo.runtime.optional_packages import quiet_unused
 from torchrl_grpo.training.early_end import summary_of_ended_run
@@ -94,10 +95,11 @@ def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, 
         closing(rewards.build_grader(cfg, reward_set, examples)) as grader,
     ):
         _prepare_process(cfg, plan)
-        import torch
+        with importing():
+            import torch
 
-        from torchrl_grpo.distributed.ranks import Ranks
-        from torchrl_grpo.training.build import Job, build_session
+            from torchrl_grpo.distributed.ranks import Ranks
+            from torchrl_grpo.training.build import Job, build_session
 
         ranks = Ranks(on_cpu=not torch.cuda.is_available())
         job = Job(cfg, Path(folder), problems, reward_set, grader, resume_from, is_evaluation=True)
@@ -125,11 +127,12 @@ def _no_grades(rows: Sequence[Mapping[str, Any]]) -> TrainingStopped:
 def follow() -> None:
     """Run a training rank other than rank 0: build its learner, and repeat the calls of rank 0."""
     _prepare_process(None, None)
-    import torch
+    with importing():
+        import torch
 
-    from torchrl_grpo.distributed.ranks import Ranks, divide_threads
-    from torchrl_grpo.runtime.malloc import release_freed_memory
-    from torchrl_grpo.training.learner import Learner
+        from torchrl_grpo.distributed.ranks import Ranks, divide_threads
+        from torchrl_grpo.runtime.malloc import release_freed_memory
+        from torchrl_grpo.training.learner import Learner
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
     start = ranks.recv()
@@ -213,14 +216,15 @@ def _train(
     plan: Plan,
 ) -> dict[str, Any]:
     _prepare_process(cfg, plan)
-    import torch
+    with importing():
+        import torch
 
-    from torchrl_grpo.distributed.ranks import Ranks, divide_threads
-    from torchrl_grpo.observe import report
-    from torchrl_grpo.observe.metrics import METRICS, read_jsonl
-    from torchrl_grpo.runtime.interrupts import remember_interrupts
-    from torchrl_grpo.training.build import Job, build_session
-    from torchrl_grpo.training.loop import train
+        from torchrl_grpo.distributed.ranks import Ranks, divide_threads
+        from torchrl_grpo.observe import report
+        from torchrl_grpo.observe.metrics import METRICS, read_jsonl
+        from torchrl_grpo.runtime.interrupts import remember_interrupts
+        from torchrl_grpo.training.build import Job, build_session
+        from torchrl_grpo.training.loop import train
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
     divide_threads(cfg, plan)
