@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import heapq
+import pickle
 import random
 from dataclasses import dataclass, field
 
@@ -109,7 +109,7 @@ class Simulation:
                 self.later(self.random.random(), ("die", number, self.lives[number]))
             else:
                 # A worker gets copies of its groups.
-                given = copy.deepcopy(call) if isinstance(call, GenerateGroups) else call
+                given = pickle.loads(pickle.dumps(call)) if isinstance(call, GenerateGroups) else call
                 self.later(speed * self.random.random(), ("done", number, self.lives[number], given))
         for number in range(self.plan.workers):
             assert self.scheduler.next_call(number) is None, "a worker that nobody looked at has work"
