@@ -99,6 +99,11 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+@pytest.mark.parametrize("name", ["openenv", "judges", "distillation"])
+def test_pages_about_programs_of_others_stay_short(name: str) -> None:
+    assert len((ROOT / f"docs/{name}.md").read_text().split()) <= 900
+
+
 @pages
 def test_paths_in_backticks_exist(page: Path) -> None:
     for code in inline(read(page)):
