@@ -352,6 +352,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         "the answer to step is of the type 'pong', not observation",
     ),
     "long": (text_of("x" * 5 * 2**20), "closed the session"),
+    "many": (text_of(f'{{"data": [{"[]," * 2**17}[]]}}'), "has more than 262144 values"),
     "error": (
         text_of('{"type": "error", "data": {"message": "it broke", "code": "EXECUTION_ERROR"}}'),
         "it broke",

@@ -22,6 +22,8 @@ from websockets.sync.client import ClientConnection, connect
 _T = TypeVar("_T")
 # Longest message of a server, as for the processes of episodes.
 _MOST_BYTES = 4 * 2**20
+# Most values in it. In Python, "[]" takes thirty times its length.
+_MOST_VALUES = 2**18
 # First wait before another attempt to reach a server, in seconds, and the longest one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 
@@ -216,6 +218,9 @@ def _json_object(text: str | bytes, what: str) -> dict[str, Any]:
     if len(text) > _MOST_BYTES:
         raise ServerError(f"{what} is longer than {_MOST_BYTES} bytes")
     try:
+        text = text if isinstance(text, str) else text.decode()
+        if sum(map(text.count, ",[{")) > _MOST_VALUES:
+            raise ServerError(f"{what} has more than {_MOST_VALUES} values")
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ServerError(f"{what} is no JSON: {error}") from error
