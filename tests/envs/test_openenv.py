@@ -474,15 +474,19 @@ def test_many_sessions_on_a_slow_server_take_more_time_than_a_call(monkeypatch: 
 SERVER = f"{sys.executable} {fake_openenv.__file__} {{port}}"
 
 
-def test_a_command_is_started_once_again_if_it_ends_and_ends_with_the_run(play: Callable[..., Play]) -> None:
+def test_a_command_is_started_again_each_time_it_ends_and_ends_with_the_run(
+    play: Callable[..., Play],
+) -> None:
     played = play(SERVER, tool_timeout_s=30.0)
     runner = played.episode()
     runner.step("one")
-    process = server_of(played)
-    os.kill(process, signal.SIGKILL)
-    wait_for_end(process)
-    # A new server knows nothing of the session, which is repeated there.
-    assert runner.step("two").messages and runner.record.error is None
+    for message in ("two", "three", "four", "five"):
+        process = server_of(played)
+        os.kill(process, signal.SIGKILL)
+        wait_for_end(process)
+        # A new server knows nothing of the session, which is repeated there.
+        step = runner.step(message)
+        assert step.messages and not step.done and runner.record.error is None
     assert played.episode().step("one").messages
     restarted = server_of(played)
     assert restarted != process and alive(restarted)

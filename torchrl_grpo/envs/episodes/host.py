@@ -35,6 +35,7 @@ from torchrl_grpo.runtime.supervised import adopt_orphans, die_with_parent, own_
 
 if TYPE_CHECKING:
     from torchrl_grpo.envs.episodes.openenv.client import OpenEnvClient
+    from torchrl_grpo.envs.episodes.openenv.server import StartedServer
 
 
 class Host:
@@ -47,6 +48,7 @@ class Host:
 
     def __init__(self, control: socket.socket, code: UserCode) -> None:
         self._control, self._code = control, code
+        self._server = code.server
         # Process id of each episode's child, by the episode's number.
         self._children: dict[int, int] = {}
         # What the user's module started when it was imported serves all episodes.
@@ -67,13 +69,15 @@ class Host:
             # What has ended before the signal had its handler.
             self._reap()
             while True:
-                for key, _ in selector.select():
+                for key, _ in selector.select(None if self._server is None else self._server.pause_s()):
                     if not key.data:
                         with contextlib.suppress(BlockingIOError):
                             os.read(wake, 4_096)
                         self._reap()
                     elif not self._command([selector, wake, wakes]):
                         return
+                if self._server is not None:
+                    self._server.start_if_ended()
 
     def _command(self, private: list[Any]) -> bool:
         command, files, _, _ = socket.recv_fds(self._control, 1, 1)
@@ -81,7 +85,6 @@ class Host:
             return False
         episode = int(_line(self._control))
         if command == b"E":
-            self._code.start_server()
             # If there is no room for a process, the parent sees that the socket is closed.
             child = _fork()
             if child == 0:
@@ -106,10 +109,10 @@ class Host:
         with contextlib.suppress(ChildProcessError):
             while child := os.waitpid(-1, os.WNOHANG)[0]:
                 self._children = {name: number for name, number in self._children.items() if number != child}
-                self._code.start_server(ended=child)
-        for orphan in own_children() - set(self._children.values()) - self._kept:
-            if self._code.keeps(orphan):
-                continue
+                if self._server is not None and self._server.process == child:
+                    self._server.has_ended = True
+        servers = set() if self._server is None else {self._server.process}
+        for orphan in own_children() - set(self._children.values()) - self._kept - servers:
             # A process that an episode moved out of its process group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(orphan, signal.SIGKILL)
@@ -159,12 +162,16 @@ class UserCode:
         spec: ``environment`` (a name as in ``env.environment``, or None), ``environment_args`` and ``tools``,
             names as in ``env.tools``; ``limit_s`` of a call; ``max_characters`` of the result of a tool;
             ``has_tools``, whether there are tools of any kind.
+
+    Attributes:
+        server: the environment's server, if a command starts it; None if there is none.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec = spec
         name = spec["environment"]
         self._open_env: OpenEnvClient | None = None
+        self.server: StartedServer | None = None
         self._environment: Any = None
         if name is not None and is_remote(name):
             # Imported here, because it is an extra.
@@ -172,6 +179,7 @@ class UserCode:
 
             limits = (spec["limit_s"], spec["max_characters"])
             self._open_env = OpenEnvClient(name, spec["environment_args"], *limits)
+            self.server = self._open_env.server
         elif name is not None:
             self._environment = user_code.load(name, "env.environment")
         self._tools = {name: _load_tool(name) for name in spec["tools"]}
@@ -234,23 +242,6 @@ class UserCode:
         }
         tools = {name: user_code.call(server.tools) for name, server in servers.items()}
         return {"environment": environment, "tools": tools}
-
-    def start_server(self, ended: int | None = None) -> None:
-        """Start the environment's server again if it has ended.
-
-        Args:
-            ended: process id of a child that has ended; None to look at what is known.
-        """
-        server = None if self._open_env is None else self._open_env.server
-        if server is not None and ended is None:
-            server.start_if_ended()
-        elif server is not None and server.process == ended:
-            server.has_ended()
-
-    def keeps(self, process: int) -> bool:
-        """Whether a child is the environment's server."""
-        server = None if self._open_env is None else self._open_env.server
-        return server is not None and server.process == process
 
     def _call_environment(self, method: str, *arguments: Any) -> Any:
         call = user_code.call if self._open_env is None else _call_client

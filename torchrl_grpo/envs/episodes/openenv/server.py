@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from torchrl_grpo.config.remote import PORT
 from torchrl_grpo.runtime.rank_env import free_port
 
-# A server that ends sooner, so many times in a row, is not started again before the next episode.
-_SHORTEST_LIFE_S, _MOST_SHORT_LIVES = 5.0, 3
+# Least time between two starts in seconds. A server that ends at once shall not keep the machine busy.
+_PAUSE_S = 1.0
 # Variables that the host of episodes sets for itself.
 _OWN_VARIABLES = ("PYTHONPATH", "OMP_NUM_THREADS")
 
@@ -26,6 +26,7 @@ class StartedServer:
     Attributes:
         url: its address, which stays the same.
         process: process id of the one that was started last.
+        has_ended: whether that process has ended.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -33,31 +34,27 @@ class StartedServer:
         self.url = f"http://127.0.0.1:{port}"
         self._command = [word.replace(PORT, port) for word in command]
         self._environment = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
-        self._ended = False
-        self._short_lives = 0
         self._start()
 
     def _start(self) -> None:
+        self.has_ended, self._started_at = False, time.monotonic()
         started = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, env=self._environment, start_new_session=True
         )
         # The host reaps its children itself.
         started.returncode = 0
-        self.process, self._started_at, self._ended = started.pid, time.monotonic(), False
+        self.process = started.pid
 
-    def has_ended(self) -> None:
-        """Start the server again, because its process has ended."""
-        self._ended = True
-        is_short = time.monotonic() - self._started_at < _SHORTEST_LIFE_S
-        self._short_lives = self._short_lives + 1 if is_short else 0
-        if self._short_lives < _MOST_SHORT_LIVES:
-            self.start_if_ended()
+    def pause_s(self) -> float | None:
+        """Return the seconds until it may be started again; None if it has not ended."""
+        return max(0.0, self._started_at + _PAUSE_S - time.monotonic()) if self.has_ended else None
 
     def start_if_ended(self) -> None:
-        """Start the server again if its process has ended."""
-        if self._ended:
+        """Start the server again if its process has ended, and the last start is some time ago."""
+        if self.pause_s() == 0.0:
             sys.stderr.write(f"env.environment: {self._command[0]} has ended and is started again\n")
             try:
                 self._start()
             except OSError as error:
+                self.has_ended = True
                 sys.stderr.write(f"env.environment: {self._command[0]} cannot be started: {error}\n")
