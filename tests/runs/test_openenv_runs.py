@@ -29,16 +29,60 @@ pytestmark = pytest.mark.slow
 PYTHON = os.environ.get("OPENENV_PYTHON")
 real = pytest.mark.skipif(PYTHON is None, reason="OPENENV_PYTHON names no environment with OpenEnv")
 
-# Two environments of OpenEnv's own classes, which log what happened in them. The server ends itself at the
-# steps that are asked for.
+# Two environments of OpenEnv's own classes, which log what happened in them. Messages are counted from the
+# first action on. At those that are asked for, the server kills itself or cuts the session.
 GAMES = """
-import json, os, random, signal, sys, zlib
+import contextlib, json, os, signal, socket, sys, unittest.mock, zlib
+# Its page for people takes most of the start.
+sys.modules["gradio"] = unittest.mock.MagicMock()
 import uvicorn
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
-kind, log, ends, port = sys.argv[1], sys.argv[2], set(json.loads(sys.argv[3])), int(sys.argv[4])
+kind, log, kills, port = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+
+def append(name, text):
+    with open(log + name, "a") as file:
+        file.write(text)
+        return file.tell()
+
+def cut(peer):
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=int(descriptor))
+            try:
+                if connection.getpeername() == peer:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    append(".kills", "session\\n")
+            finally:
+                connection.detach()
+
+def count(session, message):
+    has_begun = os.path.exists(log + ".messages") or '"step"' in str(message.get("text"))
+    is_end = message["type"] in ("websocket.close", "websocket.disconnect")
+    if not has_begun or is_end or session.get("is_cut"):
+        return
+    what = kills.get(str(append(".messages", ".")))
+    if what == "session":
+        session["is_cut"] = True
+        cut(session["client"])
+    if what == "server":
+        append(".kills", "server\\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def disturbed(session, receive, send):
+    async def received():
+        message = await receive()
+        count(session, message)
+        return message
+
+    async def sent(message):
+        count(session, message)
+        await send(message)
+
+    is_session = session["type"] == "websocket"
+    await app(session, received if is_session else receive, sent if is_session else send)
 
 class Text(Action):
     message: str
@@ -63,15 +107,12 @@ class Game(Environment):
         self.actions.append(action.message if kind == "text" else action.number)
         number = zlib.crc32(json.dumps([self.seed, self.actions]).encode())
         self.rewards.append(number % 97 / 97)
-        with open(log, "a") as file:
-            file.write(json.dumps([self.seed, self.actions, self.rewards]) + "\\n")
-        if sum(1 for _ in open(log)) in ends:
-            os.kill(os.getpid(), signal.SIGKILL)
+        append("", json.dumps([self.seed, self.actions, self.rewards]) + "\\n")
         left, done = 3 - len(self.actions), number % 3 == 0
         return Shown(text=str(number), left=left, reward=self.rewards[-1], done=done)
 
 app = create_app(Game, Text if kind == "text" else Number, Shown, max_concurrent_envs=64)
-uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+uvicorn.run(disturbed, host="127.0.0.1", port=port, log_level="critical")
 """
 
 
@@ -194,13 +235,17 @@ def test_episodes_that_fail_on_the_server_stop_no_run(
 @pytest.mark.float32
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("kind", ["text", "number"])
-def test_a_server_of_openenv_that_is_killed_ten_times_loses_and_doubles_nothing(
+def test_ten_kills_of_a_server_of_openenv_and_of_sessions_lose_and_double_nothing(
     played: Config, train: Runner, tmp_path: Path, kind: str
 ) -> None:
     (tmp_path / "games.py").write_text(GAMES)
-    ends = random.Random(kind).sample(range(3, 40), 10)
+    seed = f"{os.environ.get('TEST_SEED', '0')} {kind}"
+    print(f"the seed of the kills is {seed!r}")
+    moments = sorted(random.Random(seed).sample(range(2, 300), 10))
+    targets = random.Random(seed).sample(["server"] * 4 + ["session"] * 6, 10)
+    kills = json.dumps(dict(zip(moments, targets, strict=True)))
     log = tmp_path / "log"
-    words = [PYTHON, tmp_path / "games.py", kind, log, f"'{json.dumps(ends)}'", "{port}"]
+    words = [PYTHON, tmp_path / "games.py", kind, log, f"'{kills}'", "{port}"]
     played.env.environment = f"openenv:{' '.join(map(str, words))}"
     played.env.environment_args = {"observation": "text"}
     if kind == "number":
@@ -209,7 +254,7 @@ def test_a_server_of_openenv_that_is_killed_ten_times_loses_and_doubles_nothing(
     lines = train("run", eval__frequency=0, eval__num_problems=0)
     assert all(abs(line["policy/logprob_diff"]) < 1e-4 for line in lines)
     rewards = {json.dumps([seed, actions]): sum(paid) for seed, actions, paid in map(json.loads, log.open())}
-    assert log.read_text().count("\n") > max(ends), "the server was not killed each time"
+    assert (tmp_path / "log.kills").read_text().split() == targets, "not every kill happened"
     rows = read(tmp_path / "run/rollouts.jsonl")
     # An action during which the server is killed three times is given up, and counted.
     failed = [row for row in rows if "errors" in row]
