@@ -120,7 +120,7 @@ async def act(how: str) -> str:
         await asyncio.sleep(600)
     if how == "error":
         raise ValueError
-    return "y" * 2**24 if how == "long" else f"{how} done"
+    return "y" * 5 * 2**20 if how == "long" else f"{how} done"
 
 listening = socket.create_server(("127.0.0.1", 0))
 app = server.streamable_http_app()
@@ -221,26 +221,28 @@ def test_each_episode_has_a_server_that_ends_with_it(calls: Calls, tmp_path: Pat
 
 
 def test_a_server_of_the_official_package_is_reached_by_its_url() -> None:
-    with subprocess.Popen([sys.executable, "-c", REMOTE], stdout=subprocess.PIPE, text=True) as process:
+    with (
+        subprocess.Popen([sys.executable, "-c", REMOTE], stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as at_the_end,
+    ):
+        # Whatever fails: the process is waited for.
+        at_the_end.callback(process.kill)
         assert process.stdout is not None
         cfg = Config()
         cfg.env.tools = [f"mcp:http://127.0.0.1:{int(process.stdout.readline())}/mcp"]
         made = Calls(cfg)
-        try:
-            (tool,) = made.tools
-            function = tool.schema["function"]
-            assert (function["description"], function["parameters"]["required"]) == ("Do it.", ["how"])
-            first, second = made.episode(), made.episode()
-            assert [call(runner, "well") for runner in (first, second, first)] == ["well done"] * 3
-            assert call(first, "error").startswith("error: ")
-            assert call(first, "long").endswith("... (cut after 2000 characters)")
-            assert call(first, "hang").startswith("error: ") and call(first, "well") == "well done"
-            process.kill()
-            process.wait()
-            assert call(second, "well").startswith("error: ") and second.record.error is None
-        finally:
-            made.host.close()
-            process.kill()
+        at_the_end.callback(made.host.close)
+        (tool,) = made.tools
+        function = tool.schema["function"]
+        assert (function["description"], function["parameters"]["required"]) == ("Do it.", ["how"])
+        first, second = made.episode(), made.episode()
+        assert [call(runner, "well") for runner in (first, second, first)] == ["well done"] * 3
+        assert call(first, "error").startswith("error: ")
+        assert call(first, "long").endswith("... (cut after 2000 characters)")
+        assert call(first, "hang").startswith("error: ") and call(first, "well") == "well done"
+        process.kill()
+        process.wait()
+        assert call(second, "well").startswith("error: ") and second.record.error is None
 
 
 @pytest.mark.parametrize(
