@@ -114,8 +114,9 @@ class Simulation:
         for number in range(self.plan.workers):
             assert self.scheduler.next_call(number) is None, "a worker that nobody looked at has work"
         loading = [isinstance(worker.call, LoadWeights) for worker in self.scheduler.workers]
-        current = [worker.loaded_weights is self.scheduler.newest for worker in self.scheduler.workers]
-        assert self.scheduler.is_loading == any(loading) and self.scheduler.all_loaded == all(current)
+        newest, up = self.scheduler.newest, [worker for worker in self.scheduler.workers if worker.ready]
+        current = bool(up) and all(worker.loaded_weights is newest for worker in up)
+        assert self.scheduler.is_loading == any(loading) and self.scheduler.all_loaded == current
 
     def handle(self, kind: str, number: int, life: int, *rest: object) -> None:
         if kind == "trained":

@@ -224,9 +224,9 @@ class WeightPublisher:
 
         Args:
             version: number of optimizer steps that produced the weights.
-            wait: whether to block until every engine has loaded the weights and passed the check. If false, a
-                later call of this method or of :meth:`verify_new_results` verifies the results that arrive
-                then.
+            wait: whether to block until every engine that is up has loaded the weights and passed the check.
+                If false, a later call of this method or of :meth:`verify_new_results` verifies the results
+                that arrive then.
 
         Returns:
             ``publish/update_kl``, the KL divergence of the policy of the publication before from this one, in

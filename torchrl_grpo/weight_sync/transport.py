@@ -15,7 +15,7 @@ class Delivery(Protocol):
     """Weights that were sent to one engine or to several."""
 
     def wait(self) -> None:
-        """Block until every engine has loaded the weights and has returned its probe result."""
+        """Block until every engine that is up has loaded the weights and has returned its probe result."""
 
     def new_results(self) -> Iterator[ProbeResult]:
         """Probe results that have arrived and were not returned before."""

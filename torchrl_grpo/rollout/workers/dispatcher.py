@@ -298,11 +298,20 @@ class Dispatcher:
         except queue.Empty:
             self._fail_timed_out()
         self._deliver_round()
+        self._report_loads()
+        for worker_index, call in self.scheduler.next_calls():
+            self._send(worker_index, call)
+
+    def _report_loads(self) -> None:
+        """Let the trainer go on if the loads that it waits for have ended, or their workers were lost."""
         if self._loads_ended is not None and not self.scheduler.is_loading:
             ended, self._loads_ended = self._loads_ended, None
             ended.set_result(None)
-        for worker_index, call in self.scheduler.next_calls():
-            self._send(worker_index, call)
+        newest = self.scheduler.newest
+        if newest is not None and self.scheduler.all_loaded:
+            loaded = newest.delivery.all_loaded_future
+            if not loaded.done():
+                loaded.set_result(None)
 
     def _start_all(self, ready: Future[None]) -> None:
         self._starting = ready
@@ -375,11 +384,7 @@ class Dispatcher:
     ) -> None:
         probe_result, interrupted = result
         self.scheduler.on_weights_loaded(worker_index, weights, interrupted)
-        delivery: WorkerDelivery = weights.delivery
-        delivery.results_queue.put(probe_result)
-        is_newest = weights is self.scheduler.newest
-        if is_newest and self.scheduler.all_loaded and not delivery.all_loaded_future.done():
-            delivery.all_loaded_future.set_result(None)
+        weights.delivery.results_queue.put(probe_result)
 
     def _on_groups_generated(self, worker_index: int, result: Any) -> None:
         self.stats.tokens[worker_index] += result.tokens

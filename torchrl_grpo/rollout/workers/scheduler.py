@@ -141,9 +141,11 @@ class Scheduler:
         self._queue: dict[int, Group] = {}
         # The same numbers as a heap, with some that are no longer in the queue.
         self._queue_order: list[int] = []
-        # Workers that load weights, and those that have not loaded the newest ones.
+        # Tasks whose worker was lost or is not up. Any worker takes them.
+        self._open_tasks: deque[Task] = deque()
+        # Workers that load weights, and those that are up and have not loaded the newest ones.
         self._loading: set[int] = set()
-        self._behind = set(range(num_workers))
+        self._behind: set[int] = set()
         # Workers whose own state has changed since next_calls() looked at them, and what it saw then of the
         # state that all share.
         self._changed: set[int] = set()
@@ -156,8 +158,11 @@ class Scheduler:
 
     @property
     def all_loaded(self) -> bool:
-        """Whether every worker has loaded the newest weights."""
-        return not self._behind
+        """Whether a worker is up, and every worker that is up has loaded the newest weights.
+
+        Nobody waits for a worker that is starting again: it loads the newest weights before anything else.
+        """
+        return not self._behind and any(worker.ready for worker in self.workers)
 
     def next_calls(self) -> Iterator[tuple[int, Call]]:
         """Yield what workers do next, as :meth:`next_call` says, by their numbers.
@@ -182,11 +187,13 @@ class Scheduler:
             self.tracker.training_rounds,
             self.tracker.outstanding,
             len(self._queue),
+            len(self._open_tasks),
         )
 
     def add_task(self, worker_index: int, task: Task) -> None:
-        """Have a worker run a command with the newest weights."""
-        self.workers[worker_index].tasks.append(task)
+        """Have a worker run a command with the newest weights; any worker, if this one is not up."""
+        worker = self.workers[worker_index]
+        (worker.tasks if worker.ready else self._open_tasks).append(task)
         self._changed.add(worker_index)
 
     def next_call(self, worker_index: int) -> Call | None:
@@ -221,6 +228,8 @@ class Scheduler:
         current = worker.loaded_weights is newest
         if not current and not (self._wait_for_running and worker.running):
             return None if self.loading_blocked else LoadWeights(newest, self._return_interrupted)
+        if current and not worker.tasks and self._open_tasks:
+            worker.tasks.append(self._open_tasks.popleft())
         if current and worker.tasks:
             return worker.tasks[0].command
         admitted = list(self._admit(worker)) if current else []
@@ -293,23 +302,25 @@ class Scheduler:
         others go on from their last interruption, or from their first token if there was none.
         """
         worker = self._end_call(worker_index)
-        self._behind.add(worker_index)
+        self._behind.discard(worker_index)
         for group in worker.running.values():
             if group.oldest_version is None:
                 self.tracker.restart(group.group_id)
             self._enqueue(group)
-        # The next worker of this number repeats the tasks that the trainer waits for.
-        self.workers[worker_index] = WorkerState(tasks=worker.tasks)
+        # The trainer waits for them, and not for the next worker of this number.
+        self._open_tasks += worker.tasks
+        self.workers[worker_index] = WorkerState()
 
     def on_worker_started(self, worker_index: int) -> None:
         """Record that worker ``worker_index`` can be called."""
         self.workers[worker_index].ready = True
+        self._behind.add(worker_index)
         self._changed.add(worker_index)
 
     def publish(self, weights: PublishedWeights) -> None:
         """Make ``weights`` those that every worker must hold."""
         self.newest = weights
-        self._behind = set(range(len(self.workers)))
+        self._behind = {index for index, worker in enumerate(self.workers) if worker.ready}
 
     def expire(self) -> list[int]:
         """Drop groups that are too old for the next round, wherever they are; return their ids."""

@@ -117,7 +117,7 @@ class TrainerWeights(Protocol):
 
 @dataclass
 class WorkerDelivery:
-    """A weight update in progress, sent to all workers.
+    """A weight update in progress, sent to all workers that are up.
 
     It is a :class:`~torchrl_grpo.weight_sync.transport.Delivery`.
 
@@ -126,7 +126,8 @@ class WorkerDelivery:
         probe: prompts of the probe that each worker runs with the new weights.
         results_queue: probe result and checksums of each worker that has loaded the weights, in order of
             arrival.
-        all_loaded_future: future that is done when every worker has loaded the weights.
+        all_loaded_future: future that is done when every worker that is up has loaded the weights, and at
+            least one is up. A worker that is starting again loads them later, if none are newer by then.
     """
 
     content: Any
@@ -135,7 +136,7 @@ class WorkerDelivery:
     all_loaded_future: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
-        """Block until every worker has loaded the weights.
+        """Block until every worker that is up has loaded the weights, and at least one is up.
 
         Raises:
             WorkersLost: workers failed too often.

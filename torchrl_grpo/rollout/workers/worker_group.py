@@ -40,9 +40,10 @@ class WorkerGroup(Inference):
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> WorkerDelivery:
         """Send weights to every worker.
 
-        When this returns, the caller may change its weights: they were copied, or every worker has loaded
-        them. Every worker has if workers read the trainer's own memory, and if none may generate with older
-        weights (a largest age of 0, or None where collection and training take turns).
+        When this returns, the caller may change its weights: they were copied, or every worker that is up
+        has loaded them. Every such worker has if workers read the trainer's own memory, and if none may
+        generate with older weights (a largest age of 0, or None where collection and training take turns).
+        A worker that is starting again is not waited for, unless it is the only one.
         """
         pool = self.dispatcher.pool
         if pool.overwrites:
