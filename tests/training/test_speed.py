@@ -1,15 +1,53 @@
-"""Counting operations, against torch's own counter, and splitting a step's time."""
+"""Counting operations, against torch's own counter, the copies of a step, and splitting its time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from batches import make_batch, make_model
+from batches import make_batch, make_model, make_objective, no_budget
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchrl_grpo.batch.schema import token_counts
+from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.models.flops import FlopCounter, gemm_rate
+from torchrl_grpo.models.scoring.fused_norm import fuse_norms
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.training.optimizer_step import OptimizerStep
 from torchrl_grpo.training.throughput import ThroughputMeter, unattributed_seconds
+
+# Bound on the copies of a layer on a CPU in bfloat16, where all prompts are of one length, as are all
+# responses. Raise it only with a reason.
+COPIES_PER_LAYER = 88  # 84
+
+
+def copies(layers: int) -> int:
+    """Copies and casts of an optimizer step of one micro-batch."""
+    model = make_model(num_hidden_layers=layers)
+    fuse_norms(model)
+    objective, _ = make_objective(TokenScorer(model, autocast_dtype=torch.bfloat16))
+    step = OptimizerStep(
+        model,
+        objective,
+        OptimizerConfig(),
+        total_steps=2,
+        groups_per_batch=4,
+        num_pieces=1,
+        budget=no_budget(),
+        use_scaler=False,
+        max_skipped_steps=1,
+    )
+    batch = make_batch(kl=False)
+    for mask in batch["masks"].values():
+        mask.fill_(True)
+    step(batch)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(batch)
+    return sum(event.name == "aten::copy_" for event in profiler.events())
+
+
+def test_a_layer_copies_no_more_than_before() -> None:
+    assert copies(3) - copies(2) <= COPIES_PER_LAYER
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "phi", "gemma"])

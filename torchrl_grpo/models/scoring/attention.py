@@ -96,8 +96,10 @@ class _Attention(torch.autograd.Function):
         by_out = _by_key_head(gradients[0], key)
         by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         # One more column: the product then gives the logarithms of probabilities.
-        wide_q = torch.cat([_widened(q) * ctx.scale, -normalizer.reshape(*q.shape[:2], 1)], -1)
-        wide_k = F.pad(_widened(k), (0, 1), value=1.0)
+        wide_q, wide_k = _widened(q), _widened(k)
+        wide_q[..., :-1].mul_(wide_q.new_full((), ctx.scale))
+        torch.neg(normalizer.reshape(q.shape[:2]), out=wide_q[..., -1])
+        wide_k[..., -1].fill_(1.0)
         centered_k, centered_v = _centered(k), _centered(v)
         for part, hidden in _blocks(q, k, mask, ctx.size):
             exact = torch.bmm(wide_q[part], wide_k[part].mT)
@@ -139,5 +141,8 @@ def _centered(x: Tensor) -> Tensor:
 
 
 def _widened(operand: Tensor) -> Tensor:
-    """Cast an operand to float32 if its dtype is narrower."""
-    return operand.to(torch.promote_types(operand.dtype, torch.float32))
+    """Return an operand ``[B K, S, D]`` in float32, or wider if it is, before a column that is not set."""
+    *rows, size = operand.shape
+    wide = torch.empty(*rows, size + 1, dtype=torch.promote_types(operand.dtype, torch.float32))
+    wide[..., :-1] = operand
+    return wide

@@ -249,7 +249,8 @@ class _Ragged(NamedTuple):
 
     def pad(self, tokens: Tensor) -> Tensor:
         """Convert ``[1, H, n, D]`` to ``[B, H, W, D]``."""
-        flat = tokens[0].transpose(0, 1)
+        # The gradient of an index would be a copy.
+        flat = tokens.squeeze(0).transpose(0, 1)
         if self.slots is not None:
             flat = _Gather.apply(flat, self.tokens, self.slots)  # type: ignore[no-untyped-call]
         return flat.reshape(self.rows, self.width, *flat.shape[1:]).transpose(1, 2)
