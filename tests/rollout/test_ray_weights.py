@@ -24,10 +24,15 @@ from torchrl_grpo.inference.servers.channels import cuda_ipc, nccl
 from torchrl_grpo.inference.servers.channels.group import WeightGroup
 from torchrl_grpo.inference.servers.channels.receiver import Receiver
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed, WeightStream
+from torchrl_grpo.rollout.groups import Group, Response
 from torchrl_grpo.rollout.workers import ray_pool, ray_worker
+from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.ray_pool import RayPool
 from torchrl_grpo.rollout.workers.ray_worker import RolloutActor, WorkerSpec
+from torchrl_grpo.rollout.workers.scheduler import Scheduler
+from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.rollout.workers.types import LoadWeightsCommand
+from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"w{number}": torch.randn(40, 15) + number for number in range(12)} | {"b": torch.randn(701)}
@@ -328,6 +333,44 @@ def test_a_worker_that_is_killed_is_replaced_and_all_get_the_weights(
     weights = moved(pool, 1.0)
     publish(pool, weights, [0, 1])
     assert all(holds(pool, index, weights) for index in range(2))
+
+
+@pytest.mark.parametrize("pool", ["cuda_ipc", "nccl"], indirect=True)
+def test_publications_wait_for_no_worker_that_starts_again_and_it_gets_the_newest_weights(
+    pool: RayPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(
+        StalenessTracker(2, 2, 9),
+        2,
+        lambda number: Group(number, [1], number, [Response()]),
+        wait_for_running=False,
+        return_interrupted=False,
+    )
+    dispatcher = Dispatcher(scheduler, pool, score_rewards=lambda groups: [], timeout_s=60.0, max_restarts=1)
+    group = WorkerGroup(dispatcher)
+    group.send(moved(pool, 0.0).items(), 0, PROBE)
+    setup, may_start = Actor.setup, threading.Event()
+
+    def starts_late(actor: Actor, spec: WorkerSpec) -> tuple[str, str] | None:
+        may_start.wait(60)
+        return setup(actor, spec)
+
+    def dies() -> None:
+        raise ConnectionError("killed")
+
+    monkeypatch.setattr(Actor, "setup", starts_late)
+    pool._actors[1].engine.on_weight = dies
+    for version in (1, 2):
+        weights = moved(pool, version)
+        delivery = group.send(weights.items(), version, PROBE)
+        assert holds(pool, 0, weights) and not scheduler.workers[1].ready
+    may_start.set()
+    with ThreadPoolExecutor(1) as thread:
+        # The trainer waits for something.
+        results = thread.submit(lambda: [delivery.results_queue.get(timeout=60) for _ in range(2)])
+        dispatcher.serve_until(results)
+    assert holds(pool, 1, weights)
+    dispatcher.close()
 
 
 @pytest.mark.parametrize(("way", "gpu"), [("cuda_ipc", 0), ("cuda_ipc", 1), ("nccl", 1)])
