@@ -68,6 +68,32 @@ def test_build_batch_writes_the_schema() -> None:
     assert groups["group_id"].tolist() == [[8, 8], [9, 9]]
 
 
+@pytest.mark.parametrize(
+    ("versions", "sampled"),
+    [
+        ([[3, 3], [], [4]], [[True, True], [], [False]]),
+        ([[4, 3, 5], [], [4]], [[True, False, True], [], [True]]),
+        ([[], [], []], [[], [], []]),
+    ],
+    ids=["one value each", "several values", "no tokens"],
+)
+def test_each_token_has_its_version_and_whether_it_was_sampled(
+    versions: list[list[int]], sampled: list[list[bool]]
+) -> None:
+    rows = zip(versions, sampled, strict=True)
+    responses = [Completion([5] * len(row), [-0.5] * len(row), "stop", own or None) for row, own in rows]
+    (group,) = build_batch(
+        [[1]], [responses], torch.zeros(1, 3, 1), torch.zeros(1, 3, 1), torch.zeros(1, 3), [versions], PAD
+    ).unbind(0)
+    width = max(map(len, versions))
+    assert group["versions", "response"].tolist() == [row + [0] * (width - len(row)) for row in versions]
+    assert group["masks", "sampled"].tolist() == [row + [False] * (width - len(row)) for row in sampled]
+    assert group["masks", "sampled"].dtype == torch.bool
+    most = torch.iinfo(torch.int64).max
+    assert group["policy_version"].tolist() == [min(row, default=most) for row in versions]
+    assert group["newest_policy_version"].tolist() == [max(row, default=0) for row in versions]
+
+
 def test_collate_stacks_groups_of_different_widths_and_no_wider_than_needed() -> None:
     short, long = make_batch(P=3, L=3, T=9, seed=1), make_batch(P=3, L=8, T=2, seed=2)
     groups = [*short.unbind(0), *long.unbind(0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_groups_come_back_as_they_were(groups: list[ScoredGroup], tmp_path: Path
     torch.save(saved_groups.to_state(groups), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True, mmap=True)
     assert saved_groups.from_state(state) == groups
+
+
+def test_a_group_comes_from_a_worker_as_it_was() -> None:
+    responses = [
+        *RESPONSES,
+        Response([7, 7], [math.nan, -0.0], [2**40, 2**40], None, [False, False]),
+        Response([2**33, 0], [0.0, -0.0], [3, 3], "stop"),
+    ]
+    group = Group(5, [1, 2], 9, responses, PROBLEM)
+    # Types and signs of zeros too.
+    assert repr(pickle.loads(pickle.dumps(group))) == repr(group)
+
+
+def test_a_response_of_a_worker_is_small() -> None:
+    response = Response([*range(1_000)], [-0.5] * 1_000, [300] * 1_000, "stop")
+    assert len(pickle.dumps(response)) < 1_000 * (8 + 8) + 500
 
 
 def test_a_log_probability_that_is_not_finite_is_kept() -> None:

@@ -102,11 +102,8 @@ def build_batch(
         log_probs, mask = pad_right([c.log_probs for c in siblings], 0.0, torch.float32)
         own = versions if isinstance(versions, int) else versions[number]
         by_token, oldest, newest = _versions(own, mask)
-        group["masks", "sampled"], _ = pad_right(
-            [[True] * len(c.token_ids) if c.sampled is None else c.sampled for c in siblings],
-            False,
-            torch.bool,
-        )
+        sampled = [[True] * len(c.token_ids) if c.sampled is None else c.sampled for c in siblings]
+        group["masks", "sampled"] = _pad_repeated(sampled, mask, torch.bool)
         group["log_probs"] = {"response": log_probs}
         group["next"] = {"reward": rewards[number], "reward_parts": reward_parts[number]}
         group["truncated"] = torch.tensor([[c.finish_reason == "length"] for c in siblings])
@@ -166,10 +163,21 @@ def _versions(versions: int | Sequence[Sequence[int]], mask: Tensor) -> tuple[Te
     if isinstance(versions, int):
         same = torch.full(mask.shape[:1], versions, dtype=torch.int64)
         return same[:, None] * mask, same, same.clone()
-    by_token, _ = pad_right(versions, 0, torch.int64)
-    oldest = [min(row, default=torch.iinfo(torch.int64).max) for row in versions]
-    newest = [max(row, default=0) for row in versions]
-    return by_token, torch.tensor(oldest), torch.tensor(newest)
+    by_token = _pad_repeated(versions, mask, torch.int64)
+    most = torch.iinfo(torch.int64).max
+    oldest = by_token.numpy().min(-1, initial=most, where=mask.numpy())
+    newest = by_token.numpy().max(-1, initial=0)
+    return by_token, torch.from_numpy(oldest), torch.from_numpy(newest)
+
+
+def _pad_repeated(rows: Sequence[Sequence[int]], mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of which most repeat one value as ``dtype`` ``[G, T]``, 0 where the mask is False.
+
+    Counting a value in a list takes a twentieth of the time of converting the list.
+    """
+    if any(row and row.count(row[0]) < len(row) for row in rows):
+        return pad_right(rows, 0, dtype)[0]
+    return torch.tensor([row[0] if row else 0 for row in rows], dtype=dtype)[:, None] * mask
 
 
 def token_counts(groups: TensorDictBase) -> tuple[list[int], list[list[int]]]:

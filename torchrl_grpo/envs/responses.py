@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_grpo.data.episode import ResponseText
@@ -178,8 +179,9 @@ def written_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Answer
             length -= 1
         while length and response.token_ids[length - 1] in ends:
             length -= 1
-        rows.append(response.token_ids[:length])
-    return list(tokenizer.batch_decode(rows, skip_special_tokens=False))
+        # Of a list, decode() looks at the type of each number, which takes a quarter of its time.
+        rows.append(np.fromiter(response.token_ids, np.int64, length))
+    return [str(tokenizer.decode(row, skip_special_tokens=False)) for row in rows]
 
 
 @lru_cache(maxsize=4)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.inference.protocol import Completion, PromptPictures
 from torchrl_grpo.rewards.types import ResponseScore
 
+# Fields of each response that have a number for each token, and what an array of them has.
+OF_TOKENS = {"token_ids": np.int64, "log_probs": np.float64, "versions": np.int64, "sampled": np.bool_}
 # Of each of G responses, the log-probabilities of its T tokens under the reference model or the teacher. With
 # policy.distill_top_k=K, K x T candidates and their K x T log-probabilities follow.
 ReferenceLogProbs = list[list[float]]
@@ -40,6 +46,11 @@ class Response:
         if not self.sampled:
             self.sampled = [True] * len(self.token_ids)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle numbers as bytes, which a trainer of many workers reads in half the time of lists."""
+        rows = {name: _to_bytes(getattr(self, name), kind) for name, kind in OF_TOKENS.items()}
+        return _response, (rows, self.finish_reason, self.record)
+
     def extend(self, more: Completion, version: int) -> None:
         """Append what weights of ``version`` have generated."""
         self.token_ids += more.token_ids
@@ -48,6 +59,23 @@ class Response:
         self.sampled += [True] * len(more.token_ids) if more.sampled is None else more.sampled
         self.record = more.record
         self.finish_reason = None if more.finish_reason == "aborted" else more.finish_reason
+
+
+def _to_bytes(row: Sequence[float], kind: type[np.generic]) -> tuple[bytes, int]:
+    """Return numbers as bytes, and how often these repeat: all tokens often have the same version."""
+    repeats = kind is not np.float64 and len(row) > 0 and row.count(row[0]) == len(row)
+    values, times = (row[:1], len(row)) if repeats else (row, 1)
+    return np.fromiter(values, kind, len(values)).tobytes(), times
+
+
+def _response(
+    rows: dict[str, tuple[bytes, int]], finish_reason: str | None, record: EpisodeRecord | None
+) -> Response:
+    """Undo :meth:`Response.__reduce__`."""
+    lists = {
+        name: np.frombuffer(data, OF_TOKENS[name]).tolist() * times for name, (data, times) in rows.items()
+    }
+    return Response(**lists, finish_reason=finish_reason, record=record)
 
 
 @dataclass
@@ -82,7 +110,9 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among all tokens; None before the first token."""
-        return min((min(response.versions) for response in self.responses if response.versions), default=None)
+        return min(
+            (min(set(response.versions)) for response in self.responses if response.versions), default=None
+        )
 
 
 @dataclass

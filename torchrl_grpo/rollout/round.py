@@ -154,7 +154,7 @@ def build_round(
         rewards_by_name=[dict(score.parts) for score in scores],
         errors=[dict(score.errors) for score in scores],
         verdicts=[dict(score.verdicts) for score in scores],
-        response_tokens=sum(sum(response.sampled) for siblings in responses for response in siblings),
+        response_tokens=int(sampled_counts(batch).sum()),
         error_count=sum(len(score.errors) for score in scores),
         records=[
             response.record for siblings in responses for response in siblings if response.record is not None

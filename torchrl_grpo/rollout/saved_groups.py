@@ -13,10 +13,7 @@ from torch import Tensor
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.types import ResponseScore
-from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
-
-# Fields of each response that have a number for each token.
-_OF_TOKENS = {"token_ids": np.int64, "log_probs": np.float64, "versions": np.int64, "sampled": np.bool_}
+from torchrl_grpo.rollout.groups import OF_TOKENS, Group, Response, ScoredGroup
 
 
 def to_state(scored: Sequence[ScoredGroup]) -> dict[str, Any]:
@@ -28,7 +25,7 @@ def to_state(scored: Sequence[ScoredGroup]) -> dict[str, Any]:
     if not scored:
         return {"accepted": []}
     responses = [response for each in scored for response in each.group.responses]
-    rows = {name: _pack([getattr(r, name) for r in responses], kind) for name, kind in _OF_TOKENS.items()}
+    rows = {name: _pack([getattr(r, name) for r in responses], kind) for name, kind in OF_TOKENS.items()}
     rows["prompt"] = _pack([each.group.prompt for each in scored], np.int64)
     rows["teacher_prompt"] = _pack([each.group.teacher_prompt or [] for each in scored], np.int64)
     rows["reference"] = _pack([row for each in scored for row in each.reference or ()], np.float64)
@@ -81,7 +78,7 @@ def _restored(entry: dict[str, Any], rows: Mapping[str, Iterator[list[Any]]]) ->
         Response(
             finish_reason=reason,
             record=record and EpisodeRecord(**record),
-            **{name: next(rows[name]) for name in _OF_TOKENS},
+            **{name: next(rows[name]) for name in OF_TOKENS},
         )
         for reason, record in entry["responses"]
     ]
