@@ -6,6 +6,7 @@ Axes: ``P`` groups, ``G`` responses per group.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -258,20 +259,25 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
     Returns:
         Bins; the rows of each are in ascending order.
     """
-    bins: list[list[int]] = [[] for _ in costs]
+    # By their numbers, and in that order, because first-fit opens one after the other.
+    bins: dict[int, list[int]] = defaultdict(list)
     # A tree with the room of each bin in its leaves, and in each other node the larger of the two below it.
     leaves = 1 << max(0, len(costs) - 1).bit_length()
     room = [budget] * (2 * leaves)
-    for row, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
-        node = 1
+    for row in sorted(sorted(costs), key=costs.__getitem__, reverse=True):
+        cost, node = costs[row], 1
         while node < leaves:
             node *= 2
             node += room[node] < cost
         bins[node - leaves].append(row)
         room[node] -= cost
         while node := node // 2:
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return [tuple(sorted(rows)) for rows in bins if rows]
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                # Nor does any node above it change.
+                break
+            room[node] = most
+    return [tuple(sorted(rows)) for rows in bins.values()]
 
 
 def split_evenly(groups: int, samples: int, pieces: int, full_groups: int) -> list[MicroBatch]:
