@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from torchrl_grpo.runtime.malloc import frozen_objects
 
 _FAULTS = """
 import resource, sys, torch
@@ -69,3 +72,27 @@ def test_what_a_job_leaves_is_given_back_from_between_what_stays() -> None:
     full, freed, left = map(float, done.stdout.split())
     # 0.95 GiB were in tensors, of which 0.06 are still there.
     assert full - freed < 0.1 and full - left > 0.8
+
+
+def _collected(item: object) -> bool:
+    return any(each is item for each in gc.get_objects())
+
+
+def test_garbage_collection_leaves_alone_what_a_job_has_built() -> None:
+    gc.unfreeze()
+    built = [object()]
+    with frozen_objects():
+        later = [object()]
+        assert not _collected(built)
+        assert _collected(later)
+    assert _collected(built)
+
+
+def test_objects_that_somebody_else_has_frozen_stay_frozen() -> None:
+    gc.unfreeze()
+    built = [object()]
+    gc.freeze()
+    with frozen_objects():
+        later = [object()]
+        assert _collected(later)
+    assert not _collected(built)

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,6 +223,7 @@ def _train(
         from torchrl_grpo.observe import report
         from torchrl_grpo.observe.metrics import METRICS, read_jsonl
         from torchrl_grpo.runtime.interrupts import remember_interrupts
+        from torchrl_grpo.runtime.malloc import frozen_objects
         from torchrl_grpo.training.build import Job, build_session
         from torchrl_grpo.training.loop import train
 
@@ -250,7 +251,9 @@ def _train(
         with remember_interrupts() as check_interrupts:
             session.begin()
             try:
-                train(session, check_interrupts)
+                # A dispatcher makes many objects, so that collections are frequent.
+                with frozen_objects() if plan.asynchronous else nullcontext():
+                    train(session, check_interrupts)
             except RunFolderLost:
                 raise
             except UserError as ended:
