@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+# What no part may grow faster than: a power of its size.
+_MOST_EXPONENT = 1.1
 
 
 @dataclass(frozen=True)
@@ -17,26 +21,53 @@ class Part:
         size: unit of the sizes.
         sizes: sizes to measure, the smallest first.
         measure: function of a size that returns the cost of all of it, such as seconds.
-        show: function of size and cost that returns the text for the table.
+        figure: function of size and cost that returns the number for the table.
+        unit: unit of that number.
+        target: bound of that number; None for none.
+        is_least: whether the target is the smallest number allowed, not the largest.
+        target_from: smallest size that the target is for.
     """
 
     title: str
     size: str
     sizes: tuple[int, ...]
     measure: Callable[[int], float]
-    show: Callable[[int, float], str]
+    figure: Callable[[int, float], float]
+    unit: str
+    target: float | None = None
+    is_least: bool = False
+    target_from: int = 0
 
     def run(self) -> dict[str, Any]:
         """Measure all sizes, and return what the result file says of the part."""
         costs = [self.measure(size) for size in self.sizes]
+        figures = [self.figure(size, cost) for size, cost in zip(self.sizes, costs, strict=True)]
         return {
             "part": self.title,
             "size": self.size,
             "sizes": list(self.sizes),
             "costs": costs,
-            "shown": [self.show(size, cost) for size, cost in zip(self.sizes, costs, strict=True)],
+            "shown": [f"{figure:.3g} {self.unit}" for figure in figures],
+            "target": self._target(),
             "exponent": exponent(self.sizes, costs),
+            "holds": self._holds(figures, exponent(self.sizes, costs)),
         }
+
+    def _target(self) -> str:
+        if self.target is None:
+            return ""
+        where = f" from {self.target_from:,} {self.size}" if self.target_from > self.sizes[0] else ""
+        return f"{'at least' if self.is_least else 'at most'} {self.target:g} {self.unit}{where}"
+
+    def _holds(self, figures: Sequence[float], power: float | None) -> bool:
+        if power is not None and power > _MOST_EXPONENT:
+            return False
+        if self.target is None:
+            return True
+        counted = [
+            figure for size, figure in zip(self.sizes, figures, strict=True) if size >= self.target_from
+        ]
+        return min(counted) >= self.target if self.is_least else max(counted) <= self.target
 
 
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float | None:
@@ -49,23 +80,38 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float | None:
     return math.log(costs[-1] / costs[0]) / math.log(sizes[-1] / sizes[0])
 
 
-def microseconds(what: str) -> Callable[[int, float], str]:
-    """Return a function that shows seconds as microseconds for each of ``what``."""
-    return lambda size, seconds: f"{seconds / size * 1e6:.3g} µs a {what}"
+def fastest(work: Callable[[], object]) -> float:
+    """Return the least processor time of three calls in seconds: other processes only make a call slower."""
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times)
 
 
-def seconds(_: int, cost: float) -> str:
-    """Show seconds."""
-    return f"{cost:.3g} s"
+def microseconds(size: int, cost: float) -> float:
+    """Return a cost in seconds as microseconds for each unit of the size."""
+    return cost / size * 1e6
+
+
+def total(_: int, cost: float) -> float:
+    """Return a cost as it is."""
+    return cost
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown table of the results."""
-    lines = ["| part | size | cost at the smallest size | at the largest | exponent |", "| --- " * 5 + "|"]
+    lines = [
+        "| part | size | at the smallest size | at the largest | target "
+        f"| exponent, at most {_MOST_EXPONENT:g} | holds |",
+        "| --- " * 7 + "|",
+    ]
     for row in results:
         first, last = row["sizes"][0], row["sizes"][-1]
         power = "" if row["exponent"] is None else f"{row['exponent']:.2f}"
         range_ = f"{first:,} to {last:,}" if last > first else f"{first:,}"
-        cells = row["part"], f"{range_} {row['size']}", row["shown"][0], row["shown"][-1], power
+        cells = [row["part"], f"{range_} {row['size']}", row["shown"][0], row["shown"][-1]]
+        cells += [row["target"], power, "yes" if row["holds"] else "no"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -5,62 +5,69 @@ from __future__ import annotations
 import pickle
 import random
 import time
+from collections.abc import Sequence
+from functools import cache
 
 from tensordict import TensorDictBase
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks.scale.parts import Part, microseconds
-from torchrl_grpo.inference.protocol import Completion
+from benchmarks.scale.parts import Part, fastest, microseconds, total
+from torchrl_grpo.envs.responses import written_texts
 from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.round import Round, build_round
 
-_SAMPLES = 16
+SAMPLES = 16
 _MEAN, _LONG = 400, 32_000
+_VOCABULARY = 150_000
 
 
 def _response(tokens: int, draw: random.Random) -> Response:
-    ids = [draw.randrange(150_000) for _ in range(tokens)]
+    ids = [draw.randrange(_VOCABULARY) for _ in range(tokens)]
     return Response(ids, [-draw.random() for _ in ids], [3] * tokens, "stop")
 
 
 def _groups(responses: int, tokens: int) -> list[Group]:
     draw = random.Random(0)
     return [
-        Group(number, [1] * 100, number, [_response(tokens, draw) for _ in range(_SAMPLES)])
-        for number in range(responses // _SAMPLES)
+        Group(number, [1] * 100, number, [_response(tokens, draw) for _ in range(SAMPLES)])
+        for number in range(responses // SAMPLES)
     ]
 
 
-def _build(groups: list[Group]) -> Round:
-    scores = [ResponseScore(float(number % 2), {"r": 1.0}) for number in range(_SAMPLES)]
-    scored = [ScoredGroup(group, [""] * _SAMPLES, scores) for group in groups]
-    return build_round(scored, [""] * len(groups), reward_names=["r"], pad_token_id=0, seconds={})
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with as many tokens as those of models have."""
+    raw = Tokenizer(models.BPE({f"Ġ{number:x}": number for number in range(_VOCABULARY)}, []))
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="Ġ0", pad_token="Ġ0")
+
+
+def scored(group: Group, texts: Sequence[str] = ("",) * SAMPLES) -> ScoredGroup:
+    """Return a group with texts and rewards."""
+    scores = [ResponseScore(float(number % 2), {"r": 1.0}) for number in range(SAMPLES)]
+    return ScoredGroup(group, list(texts), scores)
+
+
+def build(groups: Sequence[ScoredGroup]) -> Round:
+    """Return the round of scored groups."""
+    return build_round(groups, [""] * len(groups), reward_names=["r"], pad_token_id=0, seconds={})
 
 
 def _tokens_on_ray(tokens: int) -> float:
     """Return the processor time of so many tokens from a worker's message to the trainer's tensors."""
-    groups = _groups(tokens // 1_000, 1_000)
+    groups, decoder = _groups(tokens // 1_000, 1_000), tokenizer()
     sent = [pickle.dumps(group, pickle.HIGHEST_PROTOCOL) for group in groups]
-    start = time.process_time()
-    received = [pickle.loads(message) for message in sent]
-    for group in received:
-        assert group.oldest_version == 3
-    _build(received)
-    return time.process_time() - start
 
+    def receive() -> None:
+        received = [pickle.loads(message) for message in sent]
+        ended = [scored(group, written_texts(decoder, group.responses)) for group in received]
+        for each in ended:
+            assert each.group.oldest_version == 3
+        build(ended)
 
-def _tokens_on_servers(tokens: int) -> float:
-    """Return the processor time of so many tokens from a server's answer, without its transport."""
-    groups = _groups(tokens // 1_000, 1_000)
-    start = time.process_time()
-    for group in groups:
-        for number, response in enumerate(group.responses):
-            whole = Response()
-            whole.extend(Completion(response.token_ids, response.log_probs, "stop"), 3)
-            group.responses[number] = whole
-        assert group.oldest_version == 3
-    _build(groups)
-    return time.process_time() - start
+    return fastest(receive)
 
 
 def _with_long(responses: int) -> list[Group]:
@@ -76,36 +83,34 @@ def _bytes(groups: TensorDictBase) -> int:
 def _memory(responses: int) -> float:
     """Return the memory of a round with one long response, beside that of its tokens without padding."""
     groups = _with_long(responses)
-    alone = _bytes(_build(groups[1:2]).groups) / (_SAMPLES * _MEAN)
+    alone = _bytes(build([scored(groups[1])]).groups) / (SAMPLES * _MEAN)
     real = sum(len(response.token_ids) for group in groups for response in group.responses)
-    return _bytes(_build(groups).groups) / (alone * real)
+    return _bytes(build([scored(group) for group in groups]).groups) / (alone * real)
 
 
 def _time(responses: int) -> float:
     """Return the time to build a round with one long response, beside that of equal tokens without it."""
-    even, uneven = _groups(responses + _LONG // _MEAN // _SAMPLES * _SAMPLES, _MEAN), _with_long(responses)
+    even, uneven = _groups(responses + _LONG // _MEAN // SAMPLES * SAMPLES, _MEAN), _with_long(responses)
     times = []
     for groups in (even, uneven):
+        ended = [scored(group) for group in groups]
         start = time.process_time()
-        _build(groups)
+        build(ended)
         times.append(time.process_time() - start)
     return times[1] / times[0]
 
 
 PARTS = {
     "ray": Part(
-        "tokens of workers on Ray", "tokens", (160_000, 640_000), _tokens_on_ray, microseconds("token")
-    ),
-    "tokens": Part(
-        "tokens of servers, after their answers", "tokens", (160_000, 640_000), _tokens_on_servers,
-        microseconds("token"),
+        "tokens of workers on Ray: message, text, round", "tokens", (160_000, 640_000), _tokens_on_ray,
+        microseconds, "µs a token", target=0.5,
     ),
     "memory": Part(
         "round with a response of 32,000 tokens: memory", "responses", (256, 1_024, 4_096), _memory,
-        lambda _, ratio: f"{ratio:.2f} times its tokens",
+        total, "times its tokens", target=1.3, target_from=4_096,
     ),
     "build": Part(
         "round with a response of 32,000 tokens: time", "responses", (256, 1_024, 4_096), _time,
-        lambda _, ratio: f"{ratio:.2f} times that of equal tokens",
+        total, "times that of equal tokens", target=1.5, target_from=4_096,
     ),
 }  # fmt: skip

@@ -1,13 +1,20 @@
-"""``python -m benchmarks.scale.server SOCKET TOKENS``: a vLLM server that has one prepared answer."""
+"""``python -m benchmarks.scale.server SOCKET TOKENS``: a vLLM server that has one prepared answer.
+
+It is a judge too, which takes a second for each verdict.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
 from typing import Any
 
 from aiohttp import web
+
+PROMPT_TOKENS = 500
+_VERDICT = json.dumps({"reason": "", "score": 5})
 
 
 def answer_of(tokens: int) -> dict[str, Any]:
@@ -24,7 +31,7 @@ def answer_of(tokens: int) -> dict[str, Any]:
         "finish_reason": "stop",
         "weight_versions": [{"version": "default", "start": 0, "end": tokens}],
     }
-    return {"request_id": "0", "choices": [choice]}
+    return {"request_id": "0", "choices": [choice], "usage": {"prompt_tokens": PROMPT_TOKENS}}
 
 
 _DESCRIBED = {
@@ -33,9 +40,27 @@ _DESCRIBED = {
 }  # fmt: skip
 
 
+class _Judge:
+    """Counts the requests that are under way."""
+
+    def __init__(self) -> None:
+        self._now = self._most = 0
+
+    async def judge(self, request: web.Request) -> web.Response:
+        await request.read()
+        self._now += 1
+        self._most = max(self._most, self._now)
+        await asyncio.sleep(1.0)
+        self._now -= 1
+        return web.json_response({"choices": [{"message": {"content": _VERDICT}}]})
+
+    async def most(self, request: web.Request) -> web.Response:
+        return web.json_response(self._most)
+
+
 def main() -> None:
     """Serve until killed."""
-    answer = json.dumps(answer_of(int(sys.argv[2]))).encode()
+    answer, judge = json.dumps(answer_of(int(sys.argv[2]))).encode(), _Judge()
 
     async def generate(request: web.Request) -> web.Response:
         await request.read()
@@ -54,6 +79,8 @@ def main() -> None:
         [
             web.post("/inference/v1/generate", generate),
             web.post("/collective_rpc", call),
+            web.post("/v1/chat/completions", judge.judge),
+            web.get("/most", judge.most),
             web.route("*", "/{other:.*}", nothing),
         ]
     )

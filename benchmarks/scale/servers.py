@@ -13,20 +13,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from benchmarks.scale.parts import Part, microseconds, seconds
+from benchmarks.scale import collection, rounds
+from benchmarks.scale.parts import Part, fastest, microseconds, total
+from benchmarks.scale.server import PROMPT_TOKENS
+from torchrl_grpo.config.judges import JudgeConfig
+from torchrl_grpo.data.control_texts import USUAL
+from torchrl_grpo.envs.responses import written_texts
 from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.protocol import Request
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
-from torchrl_grpo.inference.servers.http import ServerConnection
+from torchrl_grpo.inference.servers.http import Call, ServerConnection
 from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
 from torchrl_grpo.inference.servers.vllm.api import VLLMApi
 from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.servers.weight_stream import Halves, StreamReader, WeightStream
+from torchrl_grpo.rewards.judge.reward import ScoringJudge
+from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 
 _TOKENS = 1_000
 
@@ -65,28 +75,42 @@ def _engines(connections: Sequence[ServerConnection]) -> list[ServerEngine]:
     ]
 
 
-def _requests(count: int) -> list[Request]:
-    prompt = list(range(500))
-    return [Request(number, prompt, _TOKENS, 1.0, number) for number in range(count)]
+def _generated(engine: ServerEngine, samples: int) -> Group:
+    """Return a group of which a server has generated all responses."""
+    prompt = list(range(PROMPT_TOKENS))
+    group = Group(0, prompt, 0, [Response() for _ in range(samples)])
+    engine.submit([Request(number, prompt, _TOKENS, 1.0, number) for number in range(samples)])
+    while not group.is_finished:
+        for number, completion in engine.step():
+            group.responses[cast(int, number)].extend(completion, 0)
+    return group
 
 
-def _take(engine: ServerEngine, count: int) -> None:
-    while count:
-        count -= len(engine.step())
-
-
-def _answers(tokens: int) -> float:
-    """Return the processor time for the answers to requests of so many tokens in all."""
-    at_a_time = 10
+def _tokens(tokens: int) -> float:
+    """Return the processor time of so many tokens from requests to servers to the trainer's tensors."""
     with _server(_TOKENS, 4) as connections:
-        engines = _engines(connections)
-        start = time.process_time()
-        for _ in range(tokens // (_TOKENS * at_a_time * len(engines))):
-            for engine in engines:
-                engine.submit(_requests(at_a_time))
-            for engine in engines:
-                _take(engine, at_a_time)
-        return time.process_time() - start
+        engines, decoder = _engines(connections), rounds.tokenizer()
+
+        def receive() -> None:
+            ended: list[ScoredGroup] = []
+            for number in range(tokens // (_TOKENS * rounds.SAMPLES)):
+                group = _generated(engines[number % len(engines)], rounds.SAMPLES)
+                ended.append(rounds.scored(group, written_texts(decoder, group.responses)))
+                assert group.oldest_version is not None
+            rounds.build(ended)
+
+        return fastest(receive)
+
+
+def _judged(responses: int) -> float:
+    """Return how many requests a judge that takes a second had at a time, as a run sends them by default."""
+    with _server(1, 1) as (connection,):
+        server = SimpleNamespace(
+            address=connection.address, key=None, control=USUAL, identity="", close=lambda: None
+        )
+        judge = ScoringJudge("judge", JudgeConfig(model="judge"), None, None, cast(Any, server))
+        collection.score_all(RewardSet([(judge, 1.0)], group_size=collection.SAMPLES), responses)
+        return float(connection.send(Call("/most", verb="GET")))
 
 
 class _Announced(Channel):
@@ -173,47 +197,47 @@ def _small_calls(seconds: float) -> tuple[float, float]:
 def _lost_speed(rate: int) -> float:
     """Return the share of their speed that small operators lose while tokens arrive at a rate."""
     with _server(_TOKENS, 8) as connections:
-        engines = _engines(connections)
+        engines, decoder = _engines(connections), rounds.tokenizer()
+        period = len(engines) * _TOKENS / rate
         alone, _ = _small_calls(2.0)
         stop = threading.Event()
 
-        def generate() -> None:
-            number = 0
-            while not stop.wait(_TOKENS / rate):
-                engines[number % len(engines)].submit(_requests(1))
-                number += 1
+        def generate(number: int) -> None:
+            due = time.monotonic() + period * number / len(engines)
+            while not stop.wait(max(0.0, due - time.monotonic())):
+                written_texts(decoder, _generated(engines[number], 1).responses)
+                due += period
 
-        def take(engine: ServerEngine) -> None:
-            while not stop.is_set():
-                engine.step()
-                stop.wait(0.001)
-
-        for target, args in [(generate, ()), *((take, (engine,)) for engine in engines)]:
-            threading.Thread(target=target, args=args, daemon=True).start()
+        threads = [threading.Thread(target=generate, args=(number,)) for number in range(len(engines))]
+        for thread in threads:
+            thread.start()
         _small_calls(0.5)
         beside, longest = _small_calls(6.0)
         stop.set()
+        for thread in threads:
+            thread.join()
         print(f"longest pause {longest * 1e3:.0f} ms", file=sys.stderr)
         return max(1e-3, 1 - beside / alone)
 
 
 PARTS = {
-    "answers": Part(
-        "answers of servers", "tokens", (40_000, 160_000, 640_000), _answers, microseconds("token")
+    "servers": Part(
+        "tokens of servers: answer, text, round", "tokens", (64_000, 640_000), _tokens,
+        microseconds, "µs a token", target=1.5,
     ),
-    "publication": Part("control of a publication by NCCL", "servers", (16, 64, 256), _by_nccl, seconds),
+    "judge": Part(
+        "a judge that takes a second", "responses", (1_024,), _judged,
+        total, "responses in flight", target=256, is_least=True,
+    ),
+    "publication": Part(
+        "control of a publication by NCCL", "servers", (16, 64, 256), _by_nccl, total, "s", target=2.0
+    ),
     "halves": Part(
-        "control of a publication to 8 servers in shared memory",
-        "GB",
-        (1, 4, 16),
-        _by_shared_memory,
-        seconds,
+        "control of a publication to 8 servers in shared memory", "GB", (1, 4, 16), _by_shared_memory,
+        total, "s",
     ),
     "calls": Part(
-        "small operators of the trainer beside 8 servers",
-        "tokens/s",
-        (24_000,),
-        _lost_speed,
-        lambda _, lost: f"{1 - lost:.0%} of their speed",
+        "small operators of the trainer beside 8 servers", "tokens/s", (24_000,), _lost_speed,
+        lambda _, lost: 100 * (1 - lost), "% of their speed", target=90, is_least=True,
     ),
-}
+}  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import collection, rounds
+from benchmarks.scale import collection, rounds, servers
 from benchmarks.scale.parts import Part, exponent, microseconds, table
 
 _SMALL = {
@@ -17,20 +17,52 @@ _SMALL = {
     "packing": (16, 64),
     "curriculum": (8, 16),
     "ray": (16_000,),
-    "tokens": (16_000,),
+    "servers": (16_000,),
+    "judge": (16,),
+    "publication": (1,),
 }
 
 
 @pytest.mark.parametrize("name", _SMALL)
 def test_a_part_can_be_measured_at_small_sizes(name: str) -> None:
-    part = {**collection.PARTS, **rounds.PARTS}[name]
+    part = {**servers.PARTS, **collection.PARTS, **rounds.PARTS}[name]
     result = replace(part, sizes=_SMALL[name]).run()
     assert all(cost > 0 for cost in result["costs"])
 
 
 def test_the_table_has_costs_and_the_power_with_which_they_grow() -> None:
     assert exponent((10, 1_000), (2.0, 20_000.0)) == pytest.approx(2)
-    part = Part("sorting", "rows", (1_000, 4_000), lambda size: size**1.5 * 1e-6, microseconds("row"))
+    sizes = (1_000, 4_000)
+    part = Part("sorting", "rows", sizes, lambda size: size**1.5 * 1e-6, microseconds, "µs a row", target=70)
     assert table([part.run()]).splitlines()[-1] == (
-        "| sorting | 1,000 to 4,000 rows | 31.6 µs a row | 63.2 µs a row | 1.50 |"
+        "| sorting | 1,000 to 4,000 rows | 31.6 µs a row | 63.2 µs a row | at most 70 µs a row | 1.50 | no |"
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "is_least", "target_from", "holds"),
+    [
+        (10.0, False, 0, True),
+        (9.0, False, 0, False),
+        # The cost of a row falls from 10 to 5.
+        (5.0, False, 4, True),
+        (5.0, True, 0, True),
+        (6.0, True, 0, False),
+        (None, False, 0, True),
+    ],
+)
+def test_a_target_bounds_the_figures_of_its_sizes(
+    target: float | None, is_least: bool, target_from: int, holds: bool
+) -> None:
+    part = Part(
+        "sorting",
+        "rows",
+        (1, 4),
+        lambda size: 10 * size**0.5,
+        lambda size, cost: cost / size,
+        "a row",
+        target,
+        is_least,
+        target_from,
+    )
+    assert part.run()["holds"] is holds
