@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from matplotlib.axes import Axes
+from PIL import Image
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, RunFolderLost
@@ -44,6 +45,7 @@ from torchrl_grpo.observe import (
     wilson,
 )
 from torchrl_grpo.observe.loggers import Loggers
+from torchrl_grpo.observe.pictures import write_pictures
 from torchrl_grpo.observe.report import SUMMARY, of_ended_run
 from torchrl_grpo.observe.stats import cuda_in_use
 
@@ -747,7 +749,7 @@ def test_tensorboard_shows_the_first_responses_as_they_are(tmp_path: Path) -> No
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     loggers = build(config("tensorboard"), tmp_path)
-    loggers.log_rollouts(ROLLOUTS, 3)
+    loggers.log_rollouts(ROLLOUTS, 3, tmp_path)
     loggers.close()
     events = EventAccumulator(str(tmp_path / "tensorboard" / "exp")).Reload()
     (event,) = events.Tensors("rollouts/text_summary")
@@ -763,7 +765,7 @@ def test_wandb_shows_the_first_responses_as_a_table(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     loggers = build(config("wandb"), tmp_path)
-    loggers.log_rollouts(ROLLOUTS, 3)
+    loggers.log_rollouts(ROLLOUTS, 3, tmp_path)
     artifacts: list[Any] = []
     run = loggers.loggers[0].experiment
     monkeypatch.setattr(
@@ -802,7 +804,7 @@ class Remembers:
 
 
 def test_a_service_gets_text_only_if_it_shall_and_never_more_than_a_limit(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
@@ -812,12 +814,32 @@ def test_a_service_gets_text_only_if_it_shall_and_never_more_than_a_limit(
     for rows in (0, 5):
         logger = Remembers()
         loggers = Loggers([logger], {"wandb": Path()}, table_rows=rows)
-        loggers.log_rollouts(long, 3)
+        loggers.log_rollouts(long, 3, tmp_path)
         tables = [metrics["rollouts"] for metrics in logger.logged]
         assert [len(table) for table in tables] == [rows] * bool(rows)
         texts = {row[2] for table in tables for row in table}
         assert texts <= {"a" * 1_000 + " [...] " + "z" * 1_000} and bool(texts) is bool(rows)
     assert long[0]["response"] == "a" * 3_000 + "z" * 3_000, "rollouts.jsonl has all"
+
+
+def test_a_table_has_the_pictures_of_prompts_each_once(tmp_path: Path) -> None:
+    import wandb
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (640, 20), "red").save(buffer, "PNG")
+    write_pictures(tmp_path, [{"a.png": buffer.getvalue()}])
+    shown = [["a.png", "gone.png"], ["a.png"], []]
+    rows = [{**row, "pictures": files} for row, files in zip(ROLLOUTS, shown, strict=False)]
+    logger = Remembers()
+    Loggers([logger], {"wandb": Path()}, table_rows=4).log_rollouts([*rows, ROLLOUTS[3]], 3, tmp_path)
+    ((table,),) = (metrics.values() for metrics in logger.logged)
+    assert table.columns[-2:] == ["picture/1", "picture/2"]
+    image = table.data[0][-2]
+    assert image.image.size == (320, 10)
+    assert [row[-2:] for row in table.data] == [[image, None], [image, None], [None, None], [None, None]]
+    artifact = wandb.Artifact("rollouts", "table")
+    artifact.add(table, "rollouts")
+    assert sum(name.endswith(".png") for name in artifact.manifest.entries) == 1
 
 
 @pytest.mark.parametrize(
@@ -875,7 +897,7 @@ def test_trackio_shows_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(2):
         loggers = build(config("trackio"), tmp_path)
         loggers.log_scalars({"reward/mean": 0.5}, 1)
-        loggers.log_rollouts(ROLLOUTS, 3)
+        loggers.log_rollouts(ROLLOUTS, 3, tmp_path)
         loggers.log_report(page)
         loggers.close()
     assert artifacts == [f"report report-{starts[0]['name']} {page}"] * 2

@@ -345,9 +345,9 @@ class LoggingConfig:
     table_rows: Annotated[int, Range(ge=0)] = key(
         0,
         "Responses of each round that W&B and trackio show as a table, e.g. 16, in the order of "
-        "rollouts.jsonl. 0 sends them no text; any other number also sends them report.html, with the "
-        "texts of all rounds. Of a prompt or a response that is longer than 2000 characters, the table "
-        "shows the first and the last 1000.",
+        "rollouts.jsonl. The table has the pictures of their prompts. 0 sends no text and no picture; any "
+        "other number also sends them report.html, with the texts of all rounds. Of a prompt or a response "
+        "that is longer than 2000 characters, the table shows the first and the last 1000.",
         only_with="logging.rollouts=true",
     )
     token_details: NonNegativeInt = key(

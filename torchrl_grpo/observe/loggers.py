@@ -24,6 +24,7 @@ from torchrl_grpo.config.values import LOGGERS
 from torchrl_grpo.errors import CheckpointError, ConfigError, first_line
 from torchrl_grpo.observe import wandb_login
 from torchrl_grpo.observe.held_out import PRIMARY
+from torchrl_grpo.observe.pictures import read_reduced
 from torchrl_grpo.runtime.files.shared_files import read_regular, replace
 
 if TYPE_CHECKING:
@@ -88,25 +89,26 @@ class Loggers:
         for logger in self.loggers:
             logger.log_metrics(numbers, step=step)
 
-    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int, run_dir: Path) -> None:
         """Show responses where a logger can: as a table in W&B and trackio, as texts in TensorBoard.
 
         Args:
             rows: lines of ``rollouts.jsonl`` of one round. Only the first are shown, and of a long text the
                 beginning and the end.
             step: number of the optimizer step.
+            run_dir: folder of the run, which has the pictures of prompts for tables.
         """
         shown = [_shortened(row) for row in rows[: max(self._table_rows, _TEXTS)]]
         for name, logger in zip(self.places, self.loggers, strict=False):
             if name == "wandb" and self._table_rows:
                 import wandb
 
-                table = wandb.Table(**_table(shown[: self._table_rows]))
+                table = _table(wandb, shown[: self._table_rows], run_dir)
                 logger.log_metrics({ROLLOUTS_NAME: table}, step=step)
             elif name == "trackio" and self._table_rows:
                 import trackio
 
-                table = trackio.Table(**_table(shown[: self._table_rows]))
+                table = _table(trackio, shown[: self._table_rows], run_dir)
                 logger.experiment.log({ROLLOUTS_NAME: table}, step=step)
             elif name == "tensorboard":
                 texts = "\n\n".join(map(_as_markdown, shown[:_TEXTS]))
@@ -284,12 +286,31 @@ def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, int | float
     return flat
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return columns and data of a table of responses, with a column for each reward."""
+def _table(service: Any, rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Any:
+    """Return a table of responses, with a column for each reward and for each picture of a prompt.
+
+    Args:
+        service: module with the classes ``Table`` and ``Image``.
+        rows: lines of ``rollouts.jsonl``.
+        run_dir: folder of the run.
+    """
     names = sorted({name for row in rows for name in row["rewards"]})
+    files = [row.get("pictures", []) for row in rows]
+    images = {}
+    for file in {file for group in files for file in group}:
+        picture = read_reduced(run_dir, file)
+        images[file] = None if picture is None else service.Image(picture)
+    count = max(map(len, files), default=0)
     plain = ["group_id", "prompt", "response", "reward", "advantage"]
-    data = [[row[name] for name in plain] + [row["rewards"].get(name) for name in names] for row in rows]
-    return {"columns": plain + [f"reward/{name}" for name in names], "data": data}
+    data = [
+        [row[name] for name in plain]
+        + [row["rewards"].get(name) for name in names]
+        + [images[file] for file in group]
+        + [None] * (count - len(group))
+        for row, group in zip(rows, files, strict=True)
+    ]
+    pictures = [f"picture/{number + 1}" for number in range(count)]
+    return service.Table(columns=[*plain, *(f"reward/{name}" for name in names), *pictures], data=data)
 
 
 def _shortened(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,24 @@
-"""Stores the pictures of prompts, each once. Lines of ``rollouts.jsonl`` have the names of their files."""
+"""Stores the pictures of prompts, each once, and reads them for pages and tables.
+
+Lines of ``rollouts.jsonl`` have the names of their files.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.data.pictures import decode
+from torchrl_grpo.runtime.files.shared_files import read_small
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 PICTURES = "pictures"
+# Longest side of a picture in a page or a table.
+_SIDE = 320
 
 
 def write_pictures(run_dir: Path, shown: Iterable[Mapping[str, bytes]]) -> None:
@@ -26,3 +38,13 @@ def write_pictures(run_dir: Path, shown: Iterable[Mapping[str, bytes]]) -> None:
             unfinished = path.with_name(f".{name}")
             unfinished.write_bytes(data)
             os.replace(unfinished, path)
+
+
+def read_reduced(run_dir: Path, name: str) -> Image | None:
+    """Return a stored picture with at most 320 pixels on a side; None if it is gone or damaged."""
+    try:
+        picture = decode(read_small(run_dir / PICTURES / name))
+    except (OSError, ValueError):
+        return None
+    picture.thumbnail((_SIDE, _SIDE))
+    return picture

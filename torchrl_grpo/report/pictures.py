@@ -10,12 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.data.pictures import decode
-from torchrl_grpo.observe.pictures import PICTURES
-from torchrl_grpo.runtime.files.shared_files import read_small
+from torchrl_grpo.observe.pictures import read_reduced
 
-# Longest side of a picture in the page.
-_SIDE = 320
 # Pictures of one prompt that are shown, and those of a page.
 _MOST, _MOST_OF_ALL = 16, 2_000
 # As write_pictures() names files. No other name leads to a file.
@@ -37,7 +33,7 @@ class PictureUrls:
     """
 
     def __init__(self, run_dir: Path, characters: int) -> None:
-        self._folder = run_dir / PICTURES
+        self._run_dir = run_dir
         self._characters = characters
         self._known: dict[str, str | None] = {}
 
@@ -60,11 +56,9 @@ class PictureUrls:
 
     def _url(self, name: str) -> str | None:
         """Return a picture as a data URL; None if it is gone or damaged."""
-        try:
-            picture = decode(read_small(self._folder / name))
-        except (OSError, ValueError):
+        picture = read_reduced(self._run_dir, name)
+        if picture is None:
             return None
-        picture.thumbnail((_SIDE, _SIDE))
         encoded = {}
         # Drawings are smaller as PNG, and photographs as JPEG.
         for kind in ("png", "jpeg"):

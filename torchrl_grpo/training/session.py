@@ -360,7 +360,7 @@ class Session:
                     row["tokens"] = tokens
             write_pictures(self.outputs.run_dir, pictures_of(groups))
             self.outputs.rollouts.write(self.counters.step + 1, rows)
-            self.outputs.loggers.log_rollouts(rows, self.counters.step + 1)
+            self.outputs.loggers.log_rollouts(rows, self.counters.step + 1, self.outputs.run_dir)
 
     def _token_details(self, groups: TensorDictBase, count: int) -> list[dict[str, list[Any]]]:
         # Whole groups, because the prompt of one is computed once.
