@@ -325,6 +325,20 @@ def test_exact_match(completion: str, tags: float, plain: float, equation: float
     assert ExactMatchReward("plain")(completion, example("New York")) == plain
 
 
+@pytest.mark.parametrize("truth", ["B", "(b)"])
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [("B", 1.0), ("b.", 1.0), ("(B)", 1.0), ("B)", 1.0), ("B: 5 cm", 1.0), ("(B) 5 cm, not (C)", 1.0),
+     ("C", 0.0), ("A) or B)", 0.0), ("B 5 cm", 0.0), ("Bees", 0.0), ("not B", 0.0), ("", 0.0)],
+)  # fmt: skip
+def test_exact_match_of_a_choice(answer: str, truth: str, value: float) -> None:
+    assert ExactMatchReward("plain")(answer, example(truth)) == value
+
+
+def test_letters_of_a_longer_truth_are_no_choice() -> None:
+    assert ExactMatchReward("plain")("b", example("b) 5 cm")) == 0.0
+
+
 @pytest.mark.parametrize(
     ("answer", "value"),
     [("5", 1.0), (" -5\n", 1.0), ("5.25", 1.0), ("+.5", 1.0), ("−5", 1.0), ("5.", 0.0), ("5 apples", 0.0),

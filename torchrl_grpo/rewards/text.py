@@ -8,6 +8,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract, numbers
 
+# The letter of a choice as data sets have it, and as models write it: "b", "(b)", "b." or "b) 5 cm".
+_LETTER, _CHOICE = re.compile(r"\(?[a-z]\)?"), re.compile(r"\(?([a-z])(?:[).:]+(?: .*)?)?")
 _BARE_NUMBER = re.compile(r"[-+−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
@@ -28,14 +30,22 @@ class _AnswerReward:
 
 
 class ExactMatchReward(_AnswerReward):
-    """1.0 if the answer equals the truth. Case, spacing and a final period are ignored."""
+    """1.0 if the answer equals the truth. Case, spacing and a final period are ignored.
+
+    If the truth is a letter, alone or in parentheses, it is a choice: the letter of the answer counts.
+    """
 
     name = "exact_match"
 
     def __call__(self, completion: str, example: Example) -> float:
         """Return 0 or 1."""
         answer = extract.answer(completion, self._format)
-        return float(answer is not None and normalized(answer) == normalized(example.truth["answer"]))
+        if answer is None:
+            return 0.0
+        written, truth = normalized(answer), normalized(example.truth["answer"])
+        if _LETTER.fullmatch(truth) and (choice := _CHOICE.fullmatch(written)):
+            written, truth = choice[1], truth.strip("()")
+        return float(written == truth)
 
 
 class BareNumberReward(_AnswerReward):
