@@ -62,10 +62,11 @@ _SUMS_OF_ALL_SIZES = (
     "inference_model.max_new_tokens=20",
     "env.task_size=512",
 )
-# The sum of the spots on one to four dice, in small pictures.
-_DICE = (
+# How many shapes of a color or a form are in a small picture. There are more such pictures than a run draws,
+# so many problems can be held out.
+_SHAPES = (
     "env.dataset=pictures",
-    "env.task_args={kinds:[dice],size:32}",
+    "env.task_args={kinds:[count],size:32}",
     "env.task_size=50000",
     f"env.prompt_template='{{question}} {small_vlm.FORMAT}'",
     "model.pictures=true",
@@ -75,29 +76,42 @@ _DICE = (
     "inference_model.max_model_len=96",
     "inference_model.max_new_tokens=12",
     f"reward.functions={{in_tags: '{_ROOT}/benchmarks/small_vlm.py:in_tags'}}",
-    "reward.weights={exact_match: 1.0, in_tags: 0.0}",
+    # The form counts a little, and its share is measured apart. Without weight it drifts away in GRPO,
+    # because exact_match reads other forms too.
+    "reward.weights={exact_match: 1.0, in_tags: 0.2}",
+    # GRPO trains how often a sampled response is right, so that is what is measured.
+    "eval.num_problems=300",
+    "eval.samples=4",
+    "eval.temperature=1.0",
+    "eval.frequency=16",
+    "optimizer.betas=[0.9,0.99]",
     "logging.rollouts=false",
 )
-_SFT_DICE = Stage(
+_SFT_SHAPES = Stage(
     _SFT,
     (
-        *_DICE,
+        *_SHAPES,
         "env.num_envs=64",
         "train.total_dialog_turns=16384",
+        # GRPO begins where about a third of the answers are right.
+        "train.stop_at=0.3",
         "optimizer.lr=1e-3",
-        "optimizer.betas=[0.9,0.99]",
         "optimizer.warmup_steps=20",
         "inference_model.backend=transformers",
     ),
 )
-_GRPO_DICE = Stage(
+_GRPO_SHAPES = Stage(
     _GRPO,
     (
-        *_DICE,
-        "env.num_envs=16",
-        "env.repeats=8",
-        "train.total_dialog_turns=4096",
-        "optimizer.lr=1e-4",
+        *_SHAPES,
+        # Few responses to each of many pictures, because what to learn is to see.
+        "env.num_envs=64",
+        "env.repeats=4",
+        "train.total_dialog_turns=16384",
+        # With 1e-3, the accuracy of seed 0 fell from 0.48 to 0.39.
+        "optimizer.lr=2e-4",
+        "optimizer.warmup_steps=5",
+        "optimizer.schedule=linear",
         "inference_model.enforce_eager=true",
     ),
 )
@@ -169,7 +183,7 @@ EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
         "pass rate": (Stage(_GRPO, (*_SUMS_OF_ALL_SIZES, "env.sampling=pass_rate")),),
     },
     # A small model for pictures, trained from scratch by SFT, and then improved by GRPO.
-    "pictures": {"SFT": (_SFT_DICE,), "SFT, then GRPO": (_SFT_DICE, _GRPO_DICE)},
+    "pictures": {"SFT": (_SFT_SHAPES,), "SFT, then GRPO": (_SFT_SHAPES, _GRPO_SHAPES)},
     # The same task with each optimizer.
     "optimizers": {
         name: (Stage(_GRPO, (*_SHORT_SUMS, f"optimizer.name={name}", f"optimizer.lr={rate}")),)
@@ -288,7 +302,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="further words of every command, key=value")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, required=True, help="folder for the runs")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     arms = EXPERIMENTS[asked.experiment]
     found: dict[str, list[Accuracies]] = {arm: [] for arm in arms}
     # Seed by seed, so that what has been measured can be compared at any time.

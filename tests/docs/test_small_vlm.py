@@ -18,7 +18,7 @@ def test_prompts_and_solutions_are_short(tmp_path: Path) -> None:
     small_vlm.build(tmp_path, seed=0)
     tokenizer = load_tokenizer(str(tmp_path), ModelConfig(name=str(tmp_path), pictures=True))
     env = EnvConfig(dataset="pictures", prompt_template=f"{{question}} {small_vlm.FORMAT}")
-    env.task_args = {"kinds": ["dice"], "size": 32}
+    env.task_args = {"kinds": ["count"], "size": 32}
     problems = [Generated(env, 0, "train", is_held_out=False)[number] for number in range(20)]
     for example in problems:
         _, tokens = render(tokenizer, example)
