@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from torchrl_grpo.cli import report as report_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.observe.doctor import diagnose, findings, read_setting
@@ -157,13 +158,29 @@ def test_a_configuration_that_grows_with_its_aliases_ends_nothing(tmp_path: Path
     assert read_setting(tmp_path, notes) == Setting() and "cannot be read" in notes[0]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "a: [", "inference_model: 3", "inference_model: {dtype: 1}"])
-def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it has no sections"),
+        ("[1]", "it has no sections"),
+        ("a: [", "expected the node content"),
+        ("inference_model: 3", "inference_model is 3 and no section"),
+        ("inference_model: {dtype: 1}", "train_model is missing"),
+        ("inference_model: {}\ntrain_model: {}\npolicy:", "policy is None and no section"),
+        ("inference_model: {}\ntrain_model: {}\npolicy: [a]", "policy is ['a'] and no section"),
+        ("inference_model: {}\ntrain_model: {}\npolicy: {}", "dtype is missing"),
+    ],
+)
+def test_a_damaged_configuration_is_named(
+    tmp_path: Path, text: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, "metrics.jsonl", [line(1)])
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra/config.yaml").write_text(text)
     (note,) = diagnose(tmp_path).notes
-    assert ".hydra/config.yaml cannot be read" in note
+    assert note.startswith(".hydra/config.yaml cannot be read (") and reason in note and "\n" not in note
+    report_command.main([str(tmp_path)])
+    assert capsys.readouterr().out.startswith(f"note: {tmp_path}: {note}\nWritten to ")
 
 
 @pytest.mark.parametrize("repeats", [".inf", ".nan", "0", "-2", f"1{'0' * 400}", "many"])

@@ -101,7 +101,9 @@ def test_the_command_writes_the_report_from_the_files_alone(
     run = write_run(tmp_path / "run", steps=2)
     command.main([str(run)])
     assert payload((run / "report.html").read_text())["runs"][0]["name"] == "run"
-    assert capsys.readouterr().out.startswith(f"Written to {run}/report.html (")
+    note, written = capsys.readouterr().out.splitlines()
+    assert note.startswith(f"note: {run}: .hydra/config.yaml is missing, ")
+    assert written.startswith(f"Written to {run}/report.html (")
     assert not [path for path in run.iterdir() if path.name.startswith(".")], "nothing was left aside"
 
 

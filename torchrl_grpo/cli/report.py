@@ -90,6 +90,7 @@ def _write(run: Path, output: Path | None) -> None:
     path = run / PAGE if output is None else output
     with _writing(path):
         write(reader, path)
+    _note(run, reader.notes)
     _tell(path)
 
 
@@ -103,6 +104,8 @@ def _compare(runs: Sequence[Path], path: Path) -> None:
         contents = read_runs(runs)
         differences = compare(runs, contents)
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines(contents, differences)))
+    for run, content in zip(runs, contents, strict=True):
+        _note(run, content["notes"])
     with _writing(path):
         replace(path, render(contents, differences=differences))
     _tell(path)
@@ -128,6 +131,10 @@ def _writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written: {error.strerror or error}; make room or let this user write there, "
             "or write another file with --output"
         ) from error
+
+
+def _note(run: Path, notes: Sequence[str]) -> None:
+    sys.stdout.write("".join(printable(f"note: {run}: {note}") + "\n" for note in notes))
 
 
 def _tell(path: Path) -> None:

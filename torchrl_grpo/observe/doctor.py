@@ -136,8 +136,10 @@ def read_setting(folder: Path, notes: list[str]) -> Setting:
         return Setting.of(read_yaml(path))
     except FileNotFoundError:
         state = "is missing"
-    except (OSError, OverflowError, KeyError, TypeError, *DAMAGED):
-        state = "cannot be read"
+    except KeyError as error:
+        state = f"cannot be read ({error.args[0]} is missing)"
+    except (OSError, OverflowError, TypeError, *DAMAGED) as error:
+        state = f"cannot be read ({' '.join(str(error).split()):.200})"
     notes.append(f"{path.relative_to(folder)} {state}, so thresholds are the usual ones")
     return Setting()
 

@@ -48,26 +48,36 @@ class Setting:
 
         Raises:
             KeyError: a key is missing.
-            TypeError: it is no mapping of sections.
+            TypeError: it is no mapping, or a section is none.
             ValueError: ``env.repeats`` is no number from 1 on.
             OverflowError: it is larger than any float.
         """
-        engine, trainer = config["inference_model"], config["train_model"]
+        engine, trainer = _section(config, "inference_model"), _section(config, "train_model")
+        policy = _section(config, "policy")
         formats = {str(engine["dtype"]), str(trainer["autocast"])}
         # Shares are raised to this power.
-        if (samples := int(float(config["env"]["repeats"]))) < 1:
+        if (samples := int(float(_section(config, "env")["repeats"]))) < 1:
             raise ValueError(f"env.repeats={samples}: it must be at least 1")
         # Runs of earlier versions have no such key.
-        has_teacher = float(config["policy"].get("distill_coef", 0.0)) != 0
+        has_teacher = float(policy.get("distill_coef", 0.0)) != 0
         known = None if "auto" in formats else formats == {"float32", "no"}
         return cls(
             float32=False if formats & {"bfloat16", "float16", "bf16", "fp16"} else known,
             quantized=str(trainer["quantization"]) != "none" or "quantization" in engine["engine_args"],
-            kl_estimator=str(config["policy"]["kl_estimator"]),
+            kl_estimator=str(policy["kl_estimator"]),
             samples=samples,
-            has_baseline=not has_teacher and str(config["policy"]["advantage_estimator"]) != "reward",
+            has_baseline=not has_teacher and str(policy["advantage_estimator"]) != "reward",
             has_teacher=has_teacher,
         )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a configuration, which may come from a damaged file."""
+    if not isinstance(config, Mapping):
+        raise TypeError("it has no sections")
+    if not isinstance(section := config[name], Mapping):
+        raise TypeError(f"{name} is {section!r:.40} and no section")
+    return section
 
 
 class Past:

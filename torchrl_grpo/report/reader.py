@@ -39,6 +39,9 @@ class RunReader:
         run_dir: folder of the run.
         most_rollouts: number of rollouts whose numbers are kept.
         characters: number of characters of texts of rollouts that are kept.
+
+    Attributes:
+        notes: what of the run's configuration could not be read.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class RunReader:
         }
         self._steps = array("i")
         self._metrics: dict[str, array[float]] = {}
-        self._guards = Guards(read_setting(self.run_dir, []))
+        self.notes: list[str] = []
+        self._guards = Guards(read_setting(self.run_dir, self.notes))
         self._findings: list[Finding] = []
         self._rollouts = Columns(most_rollouts)
         self._texts = TextSample(characters)
@@ -147,6 +151,7 @@ class RunReader:
             "summary": _summary(self.run_dir / SUMMARY),
             "steps": self._steps,
             "metrics": self._metrics,
+            "notes": self.notes,
             "findings": [_finding(finding, holding) for finding in self._findings],
             "rollouts": {**self._rollouts.columns, "text": text_of},
             "reasons": self._reasons,

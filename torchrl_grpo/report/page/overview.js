@@ -48,10 +48,11 @@ class Overview {
   findings(run) {
     // Curves of several runs have the findings of all.
     const before = this.data.runs.slice(0, this.data.runs.indexOf(run)).reduce((sum, each) => sum + each.findings.length, 0);
-    if (!run.findings.length) return [h("p", { className: "good" }, "No rule found anything wrong.")];
-    return run.findings.map((finding, number) => h("div", { className: `finding ${finding.holds ? "" : "over"}` },
+    const notes = run.notes.map((note) => h("p", { className: "note" }, `Note: ${note}.`));
+    if (!run.findings.length) return [h("p", { className: "good" }, "No rule found anything wrong."), ...notes];
+    return notes.concat(run.findings.map((finding, number) => h("div", { className: `finding ${finding.holds ? "" : "over"}` },
       h("b", {}, `${before + number + 1}. ${finding.seen}`), ` (${finding.holds ? "" : "over; "}since step ${finding.since}) `,
       h("button", { onclick: () => this.openStep(finding.since, run) }, "rollouts of that step"),
-      h("div", {}, finding.advice), h("div", { className: "note" }, `Threshold: ${finding.source}.`)));
+      h("div", {}, finding.advice), h("div", { className: "note" }, `Threshold: ${finding.source}.`))));
   }
 }
