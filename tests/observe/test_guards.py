@@ -142,6 +142,13 @@ def test_a_model_that_overfits_is_warned_of() -> None:
     assert held_out({"eval/loss": 2.0}) == (-2.0, -2.0, -2.0), "one problem"
 
 
+def test_the_interval_of_verdicts_is_that_of_a_share() -> None:
+    mean = {"eval/primary": 1.0, "eval/primary_low": 1.0, "eval/primary_high": 1.0}
+    share = {"eval/accuracy": 1.0, "eval/accuracy_low": 0.8, "eval/accuracy_high": 1.0}
+    assert held_out({**mean, **share}) == (1.0, 0.8, 1.0)
+    assert held_out(mean) == (1.0, 1.0, 1.0)
+
+
 def test_every_rule_has_a_sign_here() -> None:
     others = {"collapse", "group_size", "short_answers"}
     assert {rule.name for rule in RULES} == {*SIGNS, *BY_EVALUATION, *others}

@@ -371,6 +371,18 @@ def test_the_overview_shows_the_primary_held_out_value(tmp_path: Path, opened: O
     assert buttons == ["all: 3", "seen once: 1", "better: 1", "worse: 1"]
 
 
+def test_verdicts_of_a_reward_of_ones_own_show_what_was_learned(tmp_path: Path, opened: Opener) -> None:
+    run = graded_by_exact_match(write_run(tmp_path / "run", steps=10))
+    shares = {"eval/accuracy": 0.5, "eval/primary": 0.5}
+    write_lines(run / "metrics.jsonl", [{"step": 0, "eval/primary": 0.0}, {"step": 10, **shares}])
+    page = opened(run)
+    fact = texts(page, ".fact")[0]
+    assert "0 → 0.5" in fact and "held-out accuracy by exact_match" in fact
+    page.click("#tab-problems")
+    buttons = page.locator(".history").first.locator(".filters button").all_inner_texts()
+    assert buttons == ["all: 4", "learned: 1", "forgotten: 1", "never solved: 1", "always solved: 1"]
+
+
 def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opened: Opener) -> None:
     run = write_run(tmp_path / "run", steps=2)
     write_lines(run / "metrics.jsonl", [{"step": 0, "eval/loss": 1.4}, {"step": 2, "eval/loss": 1.1}])

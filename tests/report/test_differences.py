@@ -281,6 +281,21 @@ def test_grades_of_unknown_rewards_are_compared_and_that_is_said(tmp_path: Path)
     assert note.startswith("Neither run says which reward grades it")
 
 
+def test_a_mean_that_is_an_accuracy_in_one_run_is_compared_as_a_mean(tmp_path: Path) -> None:
+    grades = ({"p": 1.0, "q": 0.0}, {"p": 0.0, "q": 0.0})
+    runs = [
+        write_evaluations(tmp_path / name, {0: each}, A, metric="eval/primary")
+        for name, each in zip("ab", grades, strict=True)
+    ]
+    write_lines(runs[0] / "metrics.jsonl", [{"step": 0, "eval/primary": 0.5, "eval/accuracy": 0.5}])
+    comparison = held_out(*runs)
+    assert (comparison["kind"], comparison["notes"]) == ("value", [])
+    assert comparison["moments"][0]["metrics"][0]["name"] == "the reward gsm8k"
+    both = write_evaluations(tmp_path / "c", {0: grades[1]}, A, metric="eval/primary")
+    write_lines(both / "metrics.jsonl", [{"step": 0, "eval/primary": 0.5, "eval/accuracy": 0.5}])
+    assert held_out(runs[0], both)["kind"] == "accuracy"
+
+
 def test_the_command_writes_one_page_and_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

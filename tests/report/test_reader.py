@@ -185,6 +185,23 @@ def test_metrics_have_a_gap_where_a_line_lacks_them(tmp_path: Path) -> None:
     assert all(map(math.isnan, metrics["loss/total"]))
 
 
+def test_the_newest_evaluation_decides_what_the_held_out_value_is(tmp_path: Path) -> None:
+    first, second = {"eval/primary": 0.0, "eval/primary_low": 0.0}, {"eval/primary": 0.5}
+    shares = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25}
+    rows = [{"step": 0, **first}, {"step": 1, "loss/total": 1.0}, {"step": 2, **second, **shares}]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    contents = read(tmp_path)
+    assert contents["held_out"]["metric"] == "eval/accuracy"
+    accuracy, low = (list(contents["metrics"][f"eval/accuracy{end}"]) for end in ("", "_low"))
+    assert accuracy == pytest.approx([0.0, math.nan, 0.5], nan_ok=True)
+    assert low == pytest.approx([0.0, math.nan, 0.25], nan_ok=True)
+    # Then the reward gives another number.
+    write_lines(tmp_path / "metrics.jsonl", [*rows, {"step": 3, "eval/primary": 0.7}])
+    contents = read(tmp_path)
+    assert contents["held_out"]["metric"] == "eval/primary"
+    assert math.isnan(contents["metrics"]["eval/accuracy"][0])
+
+
 def test_findings_are_those_of_the_table_of_rules(tmp_path: Path) -> None:
     row = {"reward/mean": 0.0, "reward/constant_groups": 1.0, "response/length_mean": 3.0}
     better = {**row, "reward/constant_groups": 0.5}

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# Metrics that may be the held-out value, the first that is there.
-PRIMARY = ("eval/primary", "eval/accuracy", "eval/loss")
+# Metrics that may be the held-out value, the first that is there. The mean of a reward stays beside the
+# accuracy that it is.
+PRIMARY = ("eval/accuracy", "eval/primary", "eval/loss")
 
 
 class HeldOut(NamedTuple):
@@ -26,13 +27,21 @@ class HeldOut(NamedTuple):
     high: float
 
 
+def held_out_metric(metrics: Mapping[str, Any]) -> str:
+    """Return the name of the held-out value among a step's metrics; empty if the step has no evaluation.
+
+    The newest evaluation decides what a whole run is measured by.
+    """
+    return next((name for name in PRIMARY if metrics.get(name) is not None), "")
+
+
 def held_out(metrics: Mapping[str, Any]) -> HeldOut | None:
     """Return the held-out value among a step's metrics; None if the step has no evaluation."""
-    for name in PRIMARY:
-        if (value := metrics.get(name)) is not None:
-            # One problem has no interval.
-            low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
-            low, high = value if low is None else low, value if high is None else high
-            # A smaller loss is better.
-            return HeldOut(-value, -high, -low) if name == "eval/loss" else HeldOut(value, low, high)
-    return None
+    if not (name := held_out_metric(metrics)):
+        return None
+    value = metrics[name]
+    # One problem has no interval.
+    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+    low, high = value if low is None else low, value if high is None else high
+    # A smaller loss is better.
+    return HeldOut(-value, -high, -low) if name == "eval/loss" else HeldOut(value, low, high)

@@ -23,7 +23,7 @@ from torchrl_grpo.config.schema import LoggingConfig
 from torchrl_grpo.config.values import LOGGERS
 from torchrl_grpo.errors import CheckpointError, ConfigError, first_line
 from torchrl_grpo.observe import wandb_login
-from torchrl_grpo.observe.held_out import PRIMARY
+from torchrl_grpo.observe.held_out import held_out_metric
 from torchrl_grpo.observe.pictures import read_reduced
 from torchrl_grpo.runtime.files.shared_files import read_regular, replace
 
@@ -83,9 +83,8 @@ class Loggers:
             for name, value in metrics.items()
             if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
-        primary = next((name for name in PRIMARY if name in numbers), None)
-        if primary is not None and self._held_out is not None:
-            numbers[self._held_out] = numbers[primary]
+        if (metric := held_out_metric(numbers)) and self._held_out is not None:
+            numbers[self._held_out] = numbers[metric]
         for logger in self.loggers:
             logger.log_metrics(numbers, step=step)
 

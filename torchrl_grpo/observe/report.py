@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torchrl_grpo.observe import rules
 from torchrl_grpo.observe.guards import Finding
+from torchrl_grpo.observe.held_out import held_out_metric
 from torchrl_grpo.observe.metrics import DISCARDED, EVALUATIONS, METRICS, ROLLOUTS, jsonable, read_jsonl
 from torchrl_grpo.runtime.files.shared_files import replace
 
@@ -209,8 +210,8 @@ def _change(value: float, bounds: tuple[float, float]) -> str:
 def plot(run_dir: str | os.PathLike[str], grader: str = "") -> Path:
     """Draw ``report.png`` from ``metrics.jsonl``: reward and held-out accuracy over optimizer steps.
 
-    The panels show ``reward/mean``, and ``eval/accuracy`` or else ``eval/primary``, with ``_low`` and
-    ``_high``. A panel without data shows a note.
+    The panels show ``reward/mean``, and the held-out value with ``_low`` and ``_high``. A panel without data
+    shows a note.
 
     Args:
         run_dir: folder of the run.
@@ -307,17 +308,15 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 def _draw_held_out(axes: Axes, rows: list[dict[str, Any]], grader: str) -> None:
     # The mean of a reward becomes an accuracy once 0 and 1 have occurred, and is none if anything else has.
-    means, shares = (_column(rows, f"eval/{name}")[0] for name in ("primary", "accuracy"))
-    kind = "primary" if means and means[-1:] != shares[-1:] else "accuracy"
-    if kind == "accuracy":
+    name = next(filter(None, map(held_out_metric, reversed(rows))), "eval/accuracy")
+    if name == "eval/accuracy":
         # Evaluations before that have the mean only.
-        rows = [{name.replace("primary", kind): row[name] for name in row} | row for row in rows]
-    what = "accuracy" if kind == "accuracy" else "reward"
+        rows = [{metric.replace("eval/primary", name): row[metric] for metric in row} | row for row in rows]
+    what = "reward" if name == "eval/primary" else "accuracy"
     title = f"Held-out {what}{grader and f' by {grader}'}, with 95 % interval"
-    if _column(rows, "eval/loss")[0]:
-        kind, title = "loss", "Loss of held-out solutions, nats per token, with 95 % interval"
+    if name == "eval/loss":
+        title = "Loss of held-out solutions, nats per token, with 95 % interval"
     _heading(axes, title)
-    name = f"eval/{kind}"
     steps, (values,) = _column(rows, name)
     if not steps:
         _empty(axes, "nothing was evaluated")
@@ -343,7 +342,7 @@ def _draw_held_out(axes: Axes, rows: list[dict[str, Any]], grader: str) -> None:
     )
     axes.fill_between(steps, low, high, color=_ORANGE, alpha=0.12, linewidth=0)
     top = max(high) + 0.15 * abs(max(high)) + 0.02
-    axes.set_ylim(min(0.0, *low), min(1.05, top) if kind == "accuracy" else top)
+    axes.set_ylim(min(0.0, *low), min(1.05, top) if name == "eval/accuracy" else top)
     for at in sorted({0, len(steps) - 1}):
         axes.annotate(
             f"{values[at]:.3f}",

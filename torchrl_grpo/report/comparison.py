@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.observe.held_out import PRIMARY
 from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.report import paired
 from torchrl_grpo.report.held_out import MOST_PROBLEMS
@@ -68,7 +66,9 @@ class Comparison:
         self._differing = differing
         self._names = [str(run["name"]) for run in contents]
         self._steps = [list(run["held_out"]["steps"]) for run in contents]
-        self._kinds, self._graders = zip(*(_grading(run) for run in contents), strict=True)
+        kinds, self._graders = zip(*(_grading(run) for run in contents), strict=True)
+        # A mean may be an accuracy in one of the runs only.
+        self._kind = kinds[0] if kinds[0] == kinds[1] else "value"
         self._is_graded = self._graders[0] == self._graders[1]
         self._without = [] if self._is_graded else [paired.GRADE]
         if any(key.startswith(_OF_SUM) for key in differing or []):
@@ -98,7 +98,7 @@ class Comparison:
                 moments.append(self._moment(pair, answers[0], answers[1], ids, budget // len(steps)))
         for note, places in by_moment.items():
             notes.append(note if len(places) == len(steps) else f"Step {', '.join(places)}: {note}")
-        kind = self._kinds[0] if self._is_graded else ""
+        kind = self._kind if self._is_graded else ""
         entries: dict[str, Any] = jsonable({"kind": kind, "notes": notes, "moments": moments})
         return entries
 
@@ -184,7 +184,7 @@ class Comparison:
 
     def _state(self, first: float, second: float) -> str:
         """Return what the different grades of a problem show."""
-        if self._kinds[0] == "loss":
+        if self._kind == "loss":
             return f"better in {self._names[second < first]}"
         if (first >= 1) != (second >= 1):
             return f"only {self._names[second >= 1]} solves"
@@ -194,17 +194,17 @@ class Comparison:
         if name == paired.SUM:
             return "sum of rewards"
         if name == paired.GRADE:
-            return self._kinds[0] if self._kinds[0] in ("accuracy", "loss") else str(self._graders[0])
+            return self._kind if self._kind in ("accuracy", "loss") else str(self._graders[0])
         return f"reward {name[1]}"
 
 
 def _grading(run: Mapping[str, Any]) -> tuple[str, str]:
     """Return the kind of the grades of a run, and in words what they are of."""
-    metrics, right = run["metrics"], run["about"]["right"]
-    measured = (name for name in PRIMARY if not all(map(math.isnan, metrics.get(name, ()))))
-    kind = next((_KINDS[name] for name in measured), "")
+    right = run["about"]["right"]
+    kind = _KINDS.get(run["held_out"]["metric"], "")
     if kind == "loss":
         return kind, "the loss of the solutions"
     reward = f"the reward {right['reward']}" if "reward" in right else _UNKNOWN
-    threshold = f" from {right['threshold']} on" if kind == "accuracy" and "threshold" in right else ""
+    is_share = kind == "accuracy" and "eval/primary" not in run["metrics"]
+    threshold = f" from {right['threshold']} on" if is_share and "threshold" in right else ""
     return kind, reward + threshold

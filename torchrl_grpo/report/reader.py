@@ -14,6 +14,7 @@ from typing import Any
 
 from torchrl_grpo.observe.doctor import read_setting
 from torchrl_grpo.observe.guards import Finding, Guards
+from torchrl_grpo.observe.held_out import held_out_metric
 from torchrl_grpo.observe.metrics import DISCARDED, EVALUATIONS, METRICS, ROLLOUTS, jsonable
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.report.about import about
@@ -59,6 +60,7 @@ class RunReader:
         }
         self._steps = array("i")
         self._metrics: dict[str, array[float]] = {}
+        self._measured_by = ""
         self.notes: list[str] = []
         self._guards = Guards(read_setting(self.run_dir, self.notes))
         self._findings: list[Finding] = []
@@ -98,6 +100,7 @@ class RunReader:
         for name, column in self._metrics.items():
             column.append(numbers.get(name, math.nan))
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._measured_by = held_out_metric(finite) or self._measured_by
         self._findings += self._guards.take(row["step"], finite)
 
     def _take_rollout(self, row: dict[str, Any]) -> None:
@@ -150,7 +153,7 @@ class RunReader:
             "about": about(self.run_dir),
             "summary": _summary(self.run_dir / SUMMARY),
             "steps": self._steps,
-            "metrics": self._metrics,
+            "metrics": {**self._metrics, **self._accuracies()},
             "notes": self.notes,
             "findings": [_finding(finding, holding) for finding in self._findings],
             "rollouts": {**self._rollouts.columns, "text": text_of},
@@ -166,11 +169,23 @@ class RunReader:
                     for name in (entry or {}).get("pictures", ())
                 ),
             },
-            "held_out": self._held_out.contents(),
+            "held_out": {**self._held_out.contents(), "metric": self._measured_by},
             "damaged": {name: file.damaged for name, file in self._files.items() if file.damaged},
             "dropped": self._rollouts.dropped,
             "sampled": self._texts.lost,
         }
+
+    def _accuracies(self) -> dict[str, array[float]]:
+        """Return the accuracy with the means of evaluations that did not show yet that they were one."""
+        if self._measured_by != "eval/accuracy":
+            return {}
+        columns = {}
+        for end in ("", "_low", "_high"):
+            shares, means = (self._metrics.get(f"eval/{name}{end}") for name in ("accuracy", "primary"))
+            if shares is not None and means is not None:
+                pairs = zip(shares, means, strict=True)
+                columns[f"eval/accuracy{end}"] = array("d", (m if math.isnan(s) else s for s, m in pairs))
+        return columns
 
 
 def _finding(finding: Finding, holding: set[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrl_grpo.checkpoints.run_dir import SET_ASIDE
 from torchrl_grpo.config.public import public_overrides
-from torchrl_grpo.observe.held_out import PRIMARY, held_out
+from torchrl_grpo.observe.held_out import held_out, held_out_metric
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS
 from torchrl_grpo.observe.report import of_ended_run
 from torchrl_grpo.report.columns import number
@@ -100,7 +100,8 @@ def read_trial(folder: Path, *, with_grades: bool = True) -> Trial:
         trial.last_step = row["step"]
         finite = {name: value for name, value in row.items() if math.isfinite(number(value))}
         if (result := held_out(finite)) is not None:
-            trial.metric = next(name for name in PRIMARY if name in finite)
+            # A mean may be an accuracy in some of the trials. It is then a mean in all of them.
+            trial.metric = "eval/primary" if "eval/primary" in finite else held_out_metric(finite)
             trial.steps.append(row["step"])
             trial.values.append(result.value)
             trial.bounds.append((result.low, result.high))

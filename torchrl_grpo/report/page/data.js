@@ -56,15 +56,10 @@ function digits(value, count = 4) {
   return text.includes(".") ? text.replace(/\.?0+(?=$|e)/, "") : text;
 }
 
-// The metric that the held-out value of a run is: the order of PRIMARY in observe/held_out.py.
-function heldOutName(run) {
-  return ["eval/primary", "eval/accuracy", "eval/loss"].find((name) => run.metrics[name]?.some((value) => !Number.isNaN(value)));
-}
-
 // What the held-out value of a run is, and what grades it.
 function heldOutLabel(run) {
   const { reward } = run.about.right;
-  const kind = heldOutName(run).slice(5);
+  const kind = run.held_out.metric.slice(5);
   if (kind === "primary") return reward ? `mean of ${reward}` : kind;
   return reward && kind === "accuracy" ? `accuracy by ${reward}` : kind;
 }

@@ -16,7 +16,7 @@ class Overview {
     const at = (name) => { const values = run.metrics[name]; return values ? [...values].filter((value) => !Number.isNaN(value)) : []; };
     const facts = [];
     const fact = (label, value) => { if (value !== undefined && value !== null) facts.push(h("div", { className: "fact" }, h("b", {}, value), label)); };
-    const name = heldOutName(run);
+    const name = run.held_out.metric;
     if (name) {
       const [values, low, high] = [at(name), at(`${name}_low`), at(`${name}_high`)];
       fact(`held-out ${heldOutLabel(run)}${low.length ? `, ${digits(low.at(-1), 3)} to ${digits(high.at(-1), 3)}` : ""}`, values.length > 1 ? `${digits(values[0], 3)} → ${digits(values.at(-1), 3)}` : digits(values[0], 3));

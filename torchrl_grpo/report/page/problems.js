@@ -70,13 +70,12 @@ class Problems {
   }
 
   heldOut() {
-    const { ids, steps, grades, lost } = this.run.held_out;
+    const { ids, steps, grades, lost, metric } = this.run.held_out;
     const texts = this.run.texts.held_out;
     if (!ids.length) return null;
-    const name = heldOutName(this.run);
-    const isLoss = name === "eval/loss";
+    const isLoss = metric === "eval/loss";
     // Only a verdict says whether a problem is solved. Of several responses, at least half have to be right.
-    const threshold = isLoss || name === "eval/primary" ? null : 0.5;
+    const threshold = isLoss || metric === "eval/primary" ? null : 0.5;
     const moved = (values) => {
       const rise = (isLoss ? -1 : 1) * (values.at(-1) - values[0]);
       return values.length < 2 ? "seen once" : rise > 0 ? "better" : rise < 0 ? "worse" : "unchanged";
