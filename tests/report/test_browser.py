@@ -407,6 +407,18 @@ def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opene
     ]
 
 
+def test_turns_of_an_episode_are_shown_with_their_tokens(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    tokens = {"text": ["I ", "ask"], "engine": [-0.5, None], "trainer": [-0.5, None]}
+    messages = [{"role": "assistant", "content": "I ask"}, {"role": "tool", "content": "it answers"}]
+    write_lines(run / "rollouts.jsonl", [rollout(1, 0, messages=messages, tokens=tokens), rollout(1, 0, 1)])
+    page = opened(run)
+    page.click("#tab-rollouts")
+    page.click(".row")
+    assert texts(page, ".turn") == ["assistant\nI ask", "tool\nit answers"]
+    assert texts(page, ".tokens") == ["I ask"] and len(texts(page, ".response")) == 1
+
+
 @pytest.mark.parametrize(
     ("address", "count", "text"),
     [

@@ -155,9 +155,10 @@ class Rollouts {
     const parts = this.parts.filter((name) => !Number.isNaN(columns[name][row])).map((name) => `${name.slice(5)} ${digits(columns[name][row])}`);
     const body = [];
     if (!text) body.push(h("p", { className: "note" }, "(text not in the sample)"));
-    else if (text.tokens) body.push(tokenText(text.tokens, columns.advantage[row], this.tint || "engine"));
-    else if (text.messages) body.push(...text.messages.map((message) => h("div", { className: `turn ${message.role === "assistant" ? "assistant" : ""}` }, h("b", {}, message.role), h("div", { className: "text" }, message.content))));
-    else body.push(h("div", { className: "text response", dir: "auto" }, text.response));
+    if (text?.messages) body.push(...text.messages.map((message) => h("div", { className: `turn ${message.role === "assistant" ? "assistant" : ""}` }, h("b", {}, message.role), h("div", { className: "text" }, message.content))));
+    // They are all of the turns, with those of tools and of the template.
+    if (text?.tokens) body.push(...(text.messages ? [h("b", {}, "tokens")] : []), tokenText(text.tokens, columns.advantage[row], this.tint || "engine"));
+    else if (text && !text.messages) body.push(h("div", { className: "text response", dir: "auto" }, text.response));
     for (const [name, error] of Object.entries(text?.errors || {})) body.push(h("p", { className: "bad" }, `${name}: ${error}`));
     for (const [name, verdict] of Object.entries(text?.verdicts || {})) body.push(h("p", { className: "verdict" }, `${name}: ${verdict}`));
     return h("div", { className: `card${isChosen ? " on" : ""}` },
