@@ -531,6 +531,14 @@ def test_summary_names_what_grades_and_the_mean_of_a_reward(tmp_path: Path) -> N
     assert "held-out accuracy  0.100 -> 0.750" in share.getvalue() and "brevity" in share.getvalue()
 
 
+@pytest.mark.parametrize("name", ["lr=$x_$", "$a$b$c^", r"\$\frac"])
+def test_plot_takes_no_name_for_a_formula(tmp_path: Path, name: str) -> None:
+    writer = MetricsWriter(tmp_path / name)
+    writer.write(0, {"eval/primary": 0.5})
+    writer.write(1, {"reward/mean": 0.1})
+    assert plot(tmp_path / name, name).stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     ("rows", "title"),
     [

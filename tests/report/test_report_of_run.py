@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from run_files import payload
 from tiny_runs import Runner, config, train
 
+from torchrl_grpo.observe import report
 from torchrl_grpo.report import write
 from torchrl_grpo.report.reader import RunReader
 from torchrl_grpo.tools.verify_resume import read
@@ -36,6 +38,20 @@ def test_a_run_writes_its_report_and_goes_on_where_it_cannot(
     (run,) = payload((tmp_path / "run/report.html").read_text())["runs"]
     assert run["summary"]["steps"] == 4 and run["about"]["versions"]["torch"]
     assert "colocated" in run["about"]["plan"] and run["about"]["right"]["threshold"] == 1.0
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_summary(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "plot", fail)
+    train("run", eval__num_problems=0, train__total_dialog_turns=16)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
+    warning = f"warning: {tmp_path}/run/report.png could not be drawn (OSError: [Errno 28] full)"
+    assert warning in capsys.readouterr().err
+
+
+def fail(*args: object) -> None:
+    raise OSError(28, "full")
 
 
 def test_tokens_of_the_first_responses_are_recorded_and_change_nothing(train: Runner, tmp_path: Path) -> None:

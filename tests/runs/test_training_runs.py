@@ -211,12 +211,12 @@ def test_a_summary_of_steps_that_are_taken_again_does_not_say_that_the_run_has_e
     whole = train("run", train__total_dialog_turns=32, train__checkpoint_frequency=1, checkpoint__keep=9)
     before = json.loads((tmp_path / "run/summary.json").read_text())
 
-    def fail(run_dir: Path, grader: str) -> None:
-        raise RuntimeError("no fonts")
+    def fail(*args: Any, **entries: Any) -> None:
+        raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(report, "plot", fail)
-        with pytest.raises(RuntimeError, match="no fonts"):
+        patch.setattr(report, "summary", fail)
+        with pytest.raises(RuntimeError, match="killed"):
             train("run", resume=str(tmp_path / "run/checkpoints/1"))
     assert (tmp_path / "run/checkpoints/2").is_dir() and not (tmp_path / "run/summary.json").exists()
     assert train("run", resume="auto") == whole

@@ -225,29 +225,32 @@ def plot(run_dir: str | os.PathLike[str], grader: str = "") -> Path:
     """
     # Import here, because the import takes a second and only the end of a run draws. Avoid pyplot, which
     # looks for a display and keeps figures after this call.
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     folder = Path(run_dir)
     rows = read_jsonl(folder / METRICS)
-    figure = Figure(figsize=(8, 7), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    figure.suptitle(folder.resolve().name, x=0.02, ha="left", fontsize=10, color=_PALE)
-    for axes in (upper, lower):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_PALE)
-        axes.tick_params(colors=_INK, labelsize=9)
-        axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
-        axes.set_axisbelow(True)
-    _draw_reward(upper, rows)
-    _draw_held_out(lower, rows, grader)
-    lower.set_xlabel("optimizer step", color=_INK)
-    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     path = folder / PICTURE
     aside = folder / f".{os.getpid()}.{PICTURE}"
-    figure.savefig(aside, format="png")
+    # Names of folders and rewards are no formulas, whatever dollar signs they have.
+    with rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=(8, 7), dpi=150, facecolor="white", layout="constrained")
+        FigureCanvasAgg(figure)
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        figure.suptitle(folder.resolve().name, x=0.02, ha="left", fontsize=10, color=_PALE)
+        for axes in (upper, lower):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(_PALE)
+            axes.tick_params(colors=_INK, labelsize=9)
+            axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+            axes.set_axisbelow(True)
+        _draw_reward(upper, rows)
+        _draw_held_out(lower, rows, grader)
+        lower.set_xlabel("optimizer step", color=_INK)
+        lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.savefig(aside, format="png")
     os.replace(aside, path)
     return path
 

@@ -1,4 +1,4 @@
-"""Writes ``report.html`` into the folder of a run. A failure is a message and never an error of the run."""
+"""Writes ``report.html`` and ``report.png`` of a run. A failure is a message, and no error of the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrl_grpo.config.schema import Config
+from torchrl_grpo.observe import report
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.report import PAGE
 from torchrl_grpo.report import about
@@ -35,15 +36,20 @@ class ReportWriter:
 
     Args:
         run_dir: folder of the run.
-        warn: function that shows a message. It is called for the first failure to write, and to upload.
+        warn: function that shows a message. It is called for the first failure of each kind.
     """
 
     _NOT_WRITTEN = (
-        "warning: {path} could not be written ({reason}); the run goes on, and "
+        "warning: {run}/report.html could not be written ({reason}); the run does not need it, and "
         "grpo-report {run} writes it later"
     )
     _NOT_UPLOADED = (
-        "warning: {path} could not be uploaded ({reason}); the run goes on, and the file stays in its folder"
+        "warning: {run}/report.html could not be uploaded ({reason}); the run does not need it, and the file "
+        "stays in its folder"
+    )
+    _NOT_DRAWN = (
+        "warning: {run}/report.png could not be drawn ({reason}); the run does not need it, and report.html "
+        "has its curves"
     )
 
     def __init__(self, run_dir: Path, warn: Callable[[str], object]) -> None:
@@ -63,11 +69,15 @@ class ReportWriter:
         """Hand the newest report to the loggers that keep files."""
         self._try(self._NOT_UPLOADED, lambda: loggers.log_report(self._reader.run_dir / PAGE))
 
+    def draw(self, grader: str) -> None:
+        """Draw ``report.png``, see :func:`torchrl_grpo.observe.report.plot`."""
+        self._try(self._NOT_DRAWN, lambda: report.plot(self._reader.run_dir, grader))
+
     def _try(self, failure: str, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # noqa: BLE001  # a defect of the report must not cost the run its training
             if failure not in self._told:
                 self._told.add(failure)
-                run, reason = self._reader.run_dir, f"{type(error).__name__}: {error}"
-                self._warn(failure.format(path=run / PAGE, run=run, reason=reason))
+                reason = f"{type(error).__name__}: {error}"
+                self._warn(failure.format(run=self._reader.run_dir, reason=reason))

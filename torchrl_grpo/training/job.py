@@ -280,7 +280,7 @@ def _train(
         finally:
             session.close()
     counters, last = session.counters, rows[-1]
-    report.plot(run_dir, grader.name)
+    session.outputs.report.draw(grader.name)
     sample: list[str] = []
     evaluated = [row["step"] for row in rows if "eval/num_problems" in row]
     if len(evaluated) > 1 and (result := change.of_run(run_dir, (evaluated[0], evaluated[-1]), prompts)):
