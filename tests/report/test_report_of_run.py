@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from run_files import payload
+from run_files import inflated, payload
+from tensordict import TensorDictBase
 from tiny_runs import Runner, config, train
 
 from torchrl_grpo.observe import report
+from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.report import write
 from torchrl_grpo.report.reader import RunReader
+from torchrl_grpo.runtime.interrupts import Terminated
 from torchrl_grpo.tools.verify_resume import read
+from torchrl_grpo.training.session import Session
 
 __all__ = ["config", "train"]
 
@@ -31,13 +37,50 @@ def test_a_run_writes_its_report_and_goes_on_where_it_cannot(
 
     monkeypatch.setattr(write, "write", fail_at_first)
     lines = train("run")
-    # Evaluations at steps 0, 2 and 4, and the end.
-    assert steps == [0, 2, 4, 4] and len(lines) == 5
+    # Evaluations at steps 0, 2 and 4, before loggers close, and after summary.json.
+    assert steps == [0, 2, 4, 4, 4] and len(lines) == 5
     output = capsys.readouterr()
     assert output.err.count("No space left on device") == 1 and "  report.html " in output.out
     (run,) = payload((tmp_path / "run/report.html").read_text())["runs"]
     assert run["summary"]["steps"] == 4 and run["about"]["versions"]["torch"]
     assert "colocated" in run["about"]["plan"] and run["about"]["right"]["threshold"] == 1.0
+
+
+def test_a_run_without_evaluations_hands_its_report_to_the_loggers(
+    train: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = []
+    monkeypatch.setattr(Loggers, "log_report", lambda loggers, path: pages.append(payload(path.read_text())))
+    train("run", eval__num_problems=0, train__total_dialog_turns=32)
+    (page,) = pages
+    assert steps_of(page) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_full"), [(KeyboardInterrupt, False), (RuntimeError, False), (Terminated, True)]
+)
+def test_a_run_that_is_stopped_has_a_report_and_shows_its_own_error(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: type[BaseException], is_full: bool
+) -> None:
+    honest = Session.train_on
+
+    def end(session: Session, batch: TensorDictBase) -> dict[str, float]:
+        if session.counters.step == 1:
+            if is_full:
+                monkeypatch.setattr(write, "write", fail)
+            raise ending("the real one")
+        return honest(session, batch)
+
+    monkeypatch.setattr(Session, "train_on", end)
+    with pytest.raises(ending, match="the real one"):
+        train("run", eval__num_problems=0)
+    page = tmp_path / "run/report.html"
+    assert page.exists() != is_full
+    if not is_full:
+        shown = payload(page.read_text())
+        assert steps_of(shown) == [1]
+        (run,) = shown["runs"]
+        assert {*array("i", inflated(run["rollouts"]["step"]["deflate"]))} == {1, 2}
 
 
 def test_a_picture_that_cannot_be_drawn_costs_no_summary(
@@ -52,6 +95,11 @@ def test_a_picture_that_cannot_be_drawn_costs_no_summary(
 
 def fail(*args: object) -> None:
     raise OSError(28, "full")
+
+
+def steps_of(page: Any) -> list[int]:
+    (run,) = page["runs"]
+    return list(array("i", inflated(run["steps"]["deflate"])))
 
 
 def test_tokens_of_the_first_responses_are_recorded_and_change_nothing(train: Runner, tmp_path: Path) -> None:

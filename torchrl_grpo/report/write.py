@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from torchrl_grpo.config.schema import Config
 from torchrl_grpo.observe import report
 from torchrl_grpo.observe.loggers import Loggers
+from torchrl_grpo.observe.metrics import METRICS
 from torchrl_grpo.observe.report import PAGE
 from torchrl_grpo.report import about
 from torchrl_grpo.report.page_file import render
@@ -64,6 +66,14 @@ class ReportWriter:
     def write(self) -> None:
         """Write the report of what the files say now."""
         self._try(self._NOT_WRITTEN, lambda: write(self._reader))
+
+    def close(self, loggers: Loggers) -> None:
+        """Write the report of a run that ends or is stopped, and hand it to the loggers that keep files."""
+        metrics = self._reader.run_dir / METRICS
+        # Without a measurement there is nothing to show, and the folder may have been deleted.
+        if os.path.exists(metrics) and os.path.getsize(metrics):
+            self.write()
+            self.upload(loggers)
 
     def upload(self, loggers: Loggers) -> None:
         """Hand the newest report to the loggers that keep files."""

@@ -265,7 +265,6 @@ def _train(
                     raise CheckpointError(f"{ended}; and {error}") from ended
                 raise
         session.outputs.check()
-        session.outputs.report.upload(session.outputs.loggers)
         rows = read_jsonl(run_dir / METRICS)
         extras, seconds = session.summary_entries(), session.state.seconds()
         prompts = {

@@ -178,6 +178,8 @@ class Session:
         self.responses: list[dict[str, Any]] = []
         self.saved_step = state.counters.step
         self.checkpoints = RunCheckpoints(cfg, state, outputs.run_dir, outputs.grader)
+        # Also of a run that is stopped: when its newest checkpoint is whole, and before loggers close.
+        exit_stack.callback(outputs.report.close, outputs.loggers)
         # First of all, while the model is there.
         exit_stack.callback(self.checkpoints.writer.close)
 
