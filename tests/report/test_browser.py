@@ -201,6 +201,30 @@ def test_the_timeline_has_lanes_with_idle_gaps(tmp_path: Path, opened: Opener) -
     assert lanes[0].split()[1] == "43"
 
 
+def test_a_bar_of_a_worker_is_as_high_as_its_share_of_the_time(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    shares = {1: (0.5, 0.8, 0.2), 3: (1.0, 1.0, 1.0)}
+    rows = [{"step": 0, "eval/accuracy": 0.5}]
+    for step in (1, 2, 3):
+        row = {"step": step, "time/wait_s": 1.0, "time/train_s": 4.0, "time/step_s": 5.0}
+        if step in shares:
+            mean, first, second = shares[step]
+            row |= {"workers/busy_share": mean, "workers/busy_share_0": first, "workers/busy_share_1": second}
+        rows.append(row)
+    write_lines(run / "metrics.jsonl", rows)
+    page = opened(run)
+    page.click("#tab-timeline")
+    assert "a share and not a moment" in texts(page, ".note:visible")[0]
+    # Measured after 1 and 11 of 15 seconds: (0.8 * 1 + 1 * 10) / 11 and (0.2 * 1 + 1 * 10) / 11.
+    lanes = dict(text.rsplit(" ", 2)[:2] for text in texts(page, ".lane b"))
+    assert (lanes["worker 0"], lanes["worker 1"], lanes["workers, mean"]) == ("98", "93", "95")
+    bars = page.locator("[data-lane='worker 1'] i").evaluate_all(
+        "all => all.map(({ style }) => [style.left, style.width, style.top].map(parseFloat))"
+    )
+    expected = [(0, 100 / 15, 80), (100 / 15, 1000 / 15, 0), (1100 / 15, 400 / 15, 0)]
+    assert [pytest.approx(each, abs=0.01) for each in expected] == [tuple(bar) for bar in bars]
+
+
 def test_pictures_of_a_prompt_stand_below_it(tmp_path: Path, opened: Opener) -> None:
     run = write_run(tmp_path / "run", steps=1)
     (run / "pictures").mkdir()
@@ -383,6 +407,18 @@ def test_verdicts_of_a_reward_of_ones_own_show_what_was_learned(tmp_path: Path, 
     assert buttons == ["all: 4", "learned: 1", "forgotten: 1", "never solved: 1", "always solved: 1"]
 
 
+def test_turns_of_an_episode_are_shown_with_their_tokens(tmp_path: Path, opened: Opener) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    tokens = {"text": ["I ", "ask"], "engine": [-0.5, None], "trainer": [-0.5, None]}
+    messages = [{"role": "assistant", "content": "I ask"}, {"role": "tool", "content": "it answers"}]
+    write_lines(run / "rollouts.jsonl", [rollout(1, 0, messages=messages, tokens=tokens), rollout(1, 0, 1)])
+    page = opened(run)
+    page.click("#tab-rollouts")
+    page.click(".row")
+    assert texts(page, ".turn") == ["assistant\nI ask", "tool\nit answers"]
+    assert texts(page, ".tokens") == ["I ask"] and len(texts(page, ".response")) == 1
+
+
 def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opened: Opener) -> None:
     run = write_run(tmp_path / "run", steps=2)
     write_lines(run / "metrics.jsonl", [{"step": 0, "eval/loss": 1.4}, {"step": 2, "eval/loss": 1.1}])
@@ -405,18 +441,6 @@ def test_held_out_losses_are_not_taken_for_solved_problems(tmp_path: Path, opene
         "Before, step 0, loss 0.4",
         "After, step 2, loss 2",
     ]
-
-
-def test_turns_of_an_episode_are_shown_with_their_tokens(tmp_path: Path, opened: Opener) -> None:
-    run = write_run(tmp_path / "run", steps=1)
-    tokens = {"text": ["I ", "ask"], "engine": [-0.5, None], "trainer": [-0.5, None]}
-    messages = [{"role": "assistant", "content": "I ask"}, {"role": "tool", "content": "it answers"}]
-    write_lines(run / "rollouts.jsonl", [rollout(1, 0, messages=messages, tokens=tokens), rollout(1, 0, 1)])
-    page = opened(run)
-    page.click("#tab-rollouts")
-    page.click(".row")
-    assert texts(page, ".turn") == ["assistant\nI ask", "tool\nit answers"]
-    assert texts(page, ".tokens") == ["I ask"] and len(texts(page, ".response")) == 1
 
 
 @pytest.mark.parametrize(

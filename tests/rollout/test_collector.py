@@ -187,6 +187,20 @@ def test_a_round_holds_what_was_sampled(make: Any) -> None:
     assert collector.rollout().groups["group_id"].tolist() == [[2] * G, [3] * G]
 
 
+def test_each_worker_has_a_busy_share_of_its_own(make: Any) -> None:
+    collector = make()
+    start = collector._since[0]
+    others = {"score_seconds": 0.0, "restarts": 0, "queue": 0}
+    collector._since = (start, {"tokens": [0, 0], "seconds": [1.0, 1.0], **others})
+    collector._worker_stats = lambda: {"tokens": [8, 4], "seconds": [2.0, 6.0], **others}
+    collector._clock = lambda: start + 4.0
+    collector._is_local = False
+    metrics = collector.round_metrics(None)
+    # The second worker began what it ended before the other round was there.
+    assert [metrics[f"workers/busy_share_{number}"] for number in (0, 1)] == [0.25, 1.0]
+    assert [metrics[f"workers/tokens_per_s_{number}"] for number in (0, 1)] == [2.0, 1.0]
+
+
 def test_a_coarse_clock_does_not_end_a_run(make: Any) -> None:
     collector = make()
     round_ = replace(collector.rollout(), seconds=dict.fromkeys(("time/generate_s", "time/score_s"), 0.0))

@@ -303,6 +303,11 @@ class Collector:
             "workers/restarts": stats["restarts"],
             "workers/queue": stats["queue"],
             **{f"workers/tokens_per_s_{number}": sampled / span for number, sampled in enumerate(tokens)},
+            # Four digits, as there may be hundreds. A call counts when it ends, and may have begun before.
+            **{
+                f"workers/busy_share_{number}": min(1.0, round(seconds / span, 4))
+                for number, seconds in enumerate(busy)
+            },
         }
 
     def _worker_stats(self) -> dict[str, Any]:

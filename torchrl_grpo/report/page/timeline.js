@@ -12,6 +12,9 @@ const PHASES = [
   ["time/other_s", ["other"], "other", "#667080"],
 ];
 
+// The reader of a run keeps the metrics of as many.
+const MOST_WORKERS = 64;
+
 class Timeline {
   constructor(run) {
     this.run = run;
@@ -30,7 +33,8 @@ class Timeline {
     this.from = field("time-from", Math.max(1, last - 14));
     this.to = field("time-to", last);
     this.tracks = h("div", { id: "tracks" });
-    this.element.append(h("p", { className: "note" }, "Phases of the trainer's first process and what it calls, end to end; other ranks train in the same phases. Hatched is idle. Checkpoints are written between steps and are not measured."),
+    const ofWorkers = metrics["workers/busy_share"] ? ` A bar of a worker is a share and not a moment: it is as high as the share of time in which the worker generated, and as wide as the time that the share is of. The first ${MOST_WORKERS} have lanes.` : "";
+    this.element.append(h("p", { className: "note" }, `Phases of the trainer's first process and what it calls, end to end. Other ranks train in the same phases, and their times are not measured. Hatched is idle. Checkpoints are written between steps and are not measured.${ofWorkers}`),
       h("div", { className: "filters" }, h("label", {}, "steps ", this.from), h("label", {}, "to ", this.to)), this.tracks);
     this.draw();
   }
@@ -40,12 +44,15 @@ class Timeline {
     const value = (name, at) => { const number = metrics[name]?.[at]; return number > 0 ? number : 0; };
     const lanes = new Map();
     const totals = new Map();
-    const put = (lane, start, length, color, title) => {
+    // A share says how much of the time between two moments a lane was busy. Without one, it was busy all the time.
+    const put = (lane, start, length, color, title, share = 1) => {
       if (!lanes.has(lane)) lanes.set(lane, []);
-      lanes.get(lane).push({ start, length, color, title });
+      lanes.get(lane).push({ start, length, color, title, share });
     };
-    const workers = Object.keys(metrics).filter((name) => name.startsWith("workers/tokens_per_s_"));
+    const workers = Object.keys(metrics).filter((name) => /^workers\/busy_share(_\d+)?$/.test(name));
     let clock = 0;
+    // Up to here workers were measured.
+    let measured = 0;
     for (let at = 0; at < steps.length; at++) {
       if (steps[at] < Number(this.from.value) || steps[at] > Number(this.to.value)) continue;
       const begin = clock;
@@ -57,17 +64,24 @@ class Timeline {
         clock += length;
       }
       clock = Math.max(clock, begin + value("time/step_s", at));
-      for (const name of workers.slice(0, 64)) {
-        const share = value(name, at) ? value("workers/busy_share", at) : 0;
-        const worker = name.split("_").at(-1);
-        if (share) put(`worker ${worker}`, begin, (clock - begin) * share, "#2563a8", `step ${steps[at]}: worker ${worker}, ${digits(value(name, at))} tokens/s; workers were busy ${digits(share * 100, 3)} % of the time`);
+      // Its workers are measured when a round is there and prepared, since the round before.
+      const end = begin + value("time/wait_s", at) + value("time/prepare_s", at);
+      const present = workers.filter((name) => metrics[name][at] >= 0);
+      for (const name of present) {
+        const number = name.slice("workers/busy_share_".length), lane = number ? `worker ${number}` : "workers, mean";
+        const rate = metrics[number ? `workers/tokens_per_s_${number}` : "throughput/generated_tokens_per_s"]?.[at];
+        const share = metrics[name][at];
+        put(lane, measured, end - measured, "#2563a8", `${lane}, up to the round of step ${steps[at]}: busy ${digits(share * 100, 3)} % of the time, ${digits(rate)} tokens/s`, share);
       }
+      if (present.length) measured = end;
     }
+    for (const [lane] of [...lanes].filter(([name]) => name.startsWith("worker"))) put(lane, measured, clock - measured, "var(--soft)", "measured with the next round", null);
     const position = (part) => `${(100 * part) / (clock || 1)}%`;
     const rows = [...lanes].map(([lane, blocks]) => {
-      const busy = blocks.reduce((sum, block) => sum + block.length, 0);
-      return h("div", { className: "lane", dataset: { lane } }, h("b", {}, `${lane} ${digits((100 * busy) / (clock || 1), 2)} %`),
-        h("div", { className: "track" }, blocks.slice(0, 4000).map((block) => h("i", { title: block.title, style: { left: position(block.start), width: position(block.length), background: block.color } }))));
+      const sum = (lengthOf) => blocks.reduce((total, block) => total + lengthOf(block), 0);
+      const busy = sum(({ length, share }) => length * share), unknown = sum(({ length, share }) => (share === null ? length : 0));
+      return h("div", { className: "lane", dataset: { lane } }, h("b", {}, `${lane} ${digits((100 * busy) / (clock - unknown || 1), 2)} %`),
+        h("div", { className: "track" }, blocks.slice(0, 4000).map(({ title, start, length, color, share }) => h("i", { title, style: { left: position(start), width: position(length), top: `${100 * (1 - (share ?? 1))}%`, background: color } }))));
     });
     const key = PHASES.filter(([, , label]) => totals.has(label)).map(([, , label, color]) => [h("i", { className: "key", style: { background: color } }), `${label} ${seconds(totals.get(label))}`]);
     this.tracks.replaceChildren(h("p", {}, `${seconds(clock)} in all:`, key.flat()), ...rows);
