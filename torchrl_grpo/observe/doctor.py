@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.observe.guards import Finding, Guards
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, ROLLOUTS
@@ -138,6 +140,10 @@ def read_setting(folder: Path, notes: list[str]) -> Setting:
         state = "is missing"
     except KeyError as error:
         state = f"cannot be read ({error.args[0]} is missing)"
+    except yaml.MarkedYAMLError as error:
+        # Its text quotes the line, which may have a key in it.
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        state = f"cannot be read ({error.problem or 'no YAML'}{line})"
     except (OSError, OverflowError, TypeError, *DAMAGED) as error:
         state = f"cannot be read ({' '.join(str(error).split()):.200})"
     notes.append(f"{path.relative_to(folder)} {state}, so thresholds are the usual ones")
