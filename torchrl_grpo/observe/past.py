@@ -76,7 +76,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise TypeError("it has no sections")
     if not isinstance(section := config[name], Mapping):
-        raise TypeError(f"{name} is {section!r:.40} and no section")
+        raise TypeError(f"{name} is of the type {type(section).__name__} and no section")
     return section
 
 
@@ -178,11 +178,13 @@ class Past:
             self._best_rewards = rewards or self._best_rewards
             return
         fall, room = best.value - present.value, best.value - best.low + present.high - present.value
-        if room > 0:
+        # Grades that are all the same have intervals without a width, and means that differ by rounding.
+        if math.isclose(best.value, present.value, rel_tol=1e-6, abs_tol=1e-9):
+            self.fall = 0.0
+        elif room > 0:
             self.fall = fall / room
         else:
-            # Grades that are all the same have intervals without a width.
-            self.fall = math.inf if fall > 0 and (row.get("eval/num_problems") or 0) >= _FEWEST else 0.0
+            self.fall = math.inf if (row.get("eval/num_problems") or 0) >= _FEWEST else 0.0
         self.risen = _largest_rise(self._best_rewards, rewards)
 
     def _expected_constant(self, row: Row) -> float | None:
