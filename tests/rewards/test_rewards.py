@@ -325,10 +325,11 @@ def test_exact_match(completion: str, tags: float, plain: float, equation: float
     assert ExactMatchReward("plain")(completion, example("New York")) == plain
 
 
-@pytest.mark.parametrize("truth", ["B", "(b)"])
+@pytest.mark.parametrize("truth", ["B", "(B)"])
 @pytest.mark.parametrize(
     ("answer", "value"),
-    [("B", 1.0), ("b.", 1.0), ("(B)", 1.0), ("B)", 1.0), ("B: 5 cm", 1.0), ("(B) 5 cm, not (C)", 1.0),
+    [("B", 1.0), ("b.", 1.0), ("(B)", 1.0), ("B)", 1.0), ("B) 5 cm", 1.0), ("(B) a\t5", 1.0),
+     ("(B) 5 cm, not (C)", 0.0), ("B) is wrong; the answer is C", 0.0), ("B: C", 0.0), ("B) 3\nC) 4", 0.0),
      ("C", 0.0), ("A) or B)", 0.0), ("B 5 cm", 0.0), ("Bees", 0.0), ("not B", 0.0), ("", 0.0)],
 )  # fmt: skip
 def test_exact_match_of_a_choice(answer: str, truth: str, value: float) -> None:
@@ -336,6 +337,7 @@ def test_exact_match_of_a_choice(answer: str, truth: str, value: float) -> None:
 
 
 def test_letters_of_a_longer_truth_are_no_choice() -> None:
+    assert ExactMatchReward("plain")("x) 5", example("x")) == 0.0
     assert ExactMatchReward("plain")("b", example("b) 5 cm")) == 0.0
 
 

@@ -8,8 +8,10 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract, numbers
 
-# The letter of a choice as data sets have it, and as models write it: "b", "(b)", "b." or "b) 5 cm".
-_LETTER, _CHOICE = re.compile(r"\(?[a-z]\)?"), re.compile(r"\(?([a-z])(?:[).:]+(?: .*)?)?")
+# The letter of a choice as data sets have it, "B" or "(B)", and as models write it: also "b.", "B)" or "B) 5 cm"
+# in one line, without another capital letter that stands alone.
+_LETTER = re.compile(r"\(?([A-Z])\)?")
+_CHOICE = re.compile(r"\(?([A-Za-z])(?:[).]+(?:[^\S\n](?:(?!\b[A-Z]\b).)*)?)?")
 _BARE_NUMBER = re.compile(r"[-+−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
@@ -32,7 +34,7 @@ class _AnswerReward:
 class ExactMatchReward(_AnswerReward):
     """1.0 if the answer equals the truth. Case, spacing and a final period are ignored.
 
-    If the truth is a letter, alone or in parentheses, it is a choice: the letter of the answer counts.
+    A truth that is a capital letter, alone or in parentheses, is a choice: the letter of the answer counts.
     """
 
     name = "exact_match"
@@ -43,8 +45,9 @@ class ExactMatchReward(_AnswerReward):
         if answer is None:
             return 0.0
         written, truth = normalized(answer), normalized(example.truth["answer"])
-        if _LETTER.fullmatch(truth) and (choice := _CHOICE.fullmatch(written)):
-            written, truth = choice[1], truth.strip("()")
+        letter = _LETTER.fullmatch(example.truth["answer"].strip())
+        if letter is not None and (choice := _CHOICE.fullmatch(answer.strip())) is not None:
+            return float(choice[1].upper() == letter[1])
         return float(written == truth)
 
 
