@@ -109,12 +109,12 @@ def test_auto_or_new_starts_a_run_and_then_continues_it(workplace: Path) -> None
         assert command == "grpo.py --config-name=grpo_gsm8k"
 
 
-@pytest.mark.parametrize("more", [(), ("resume=run",)])
+@pytest.mark.parametrize("more", [(), ("resume=run",), ("resume=auto_or_new",)])
 def test_a_start_that_is_refused_leaves_the_record_of_the_run_that_goes_on(
     workplace: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
     assert call("hydra.run.dir=run", "optimizer.lr=1e-5") == 0
-    if more:
+    if more == ("resume=run",):
         write_run(workplace / "run", 4)
     record = workplace / "run/.hydra"
     before = {path: path.read_bytes() for path in record.rglob("*.yaml")}

@@ -160,6 +160,8 @@ def set_aside(folder: Path) -> None:
     """
     if not folder.is_dir() or not holds_run(folder):
         check_free("hydra.run.dir", folder)
+        check_kinds(folder)
+        check_unclaimed(folder)
         return
     with claimed(folder):
         target = new_folder(folder.with_name(f"{folder.name}{SET_ASIDE}"))
