@@ -297,6 +297,16 @@ def test_a_full_disk_loses_responses_with_a_warning_and_no_half_line(
     assert [line["step"] for line in lines(tmp_path / "rollouts.jsonl")] == [1, 3]
 
 
+def test_a_full_disk_loses_pictures_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, data: bytes) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"pictures could not grow"):
+        patch.setattr(Path, "write_bytes", fail)
+        write_pictures(tmp_path, [{"a.png": b"a"}])
+    assert not [*(tmp_path / "pictures").iterdir()]
+
+
 def test_reading_leaves_a_torn_line_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')

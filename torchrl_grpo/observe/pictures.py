@@ -6,11 +6,13 @@ Lines of ``rollouts.jsonl`` have the names of their files.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.data.pictures import decode
+from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files.shared_files import read_small
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ _SIDE = 320
 
 
 def write_pictures(run_dir: Path, shown: Iterable[Mapping[str, bytes]]) -> None:
-    """Write pictures that are not there yet.
+    """Write pictures that are not there yet. A full disk loses them with a warning, as it does responses.
 
     Args:
         run_dir: folder of the run.
@@ -36,8 +38,19 @@ def write_pictures(run_dir: Path, shown: Iterable[Mapping[str, bytes]]) -> None:
             path.parent.mkdir(exist_ok=True)
             # A run that is killed here leaves no half of a picture under its name.
             unfinished = path.with_name(f".{name}")
-            unfinished.write_bytes(data)
-            os.replace(unfinished, path)
+            try:
+                unfinished.write_bytes(data)
+                os.replace(unfinished, path)
+            except OSError as error:
+                if not is_disk_full_error(error):
+                    raise
+                unfinished.unlink(missing_ok=True)
+                warnings.warn(
+                    f"{path.parent} could not grow ({error.strerror}); the run goes on without these "
+                    "pictures, so make room there",
+                    stacklevel=2,
+                )
+                return
 
 
 def read_reduced(run_dir: Path, name: str) -> Image | None:
