@@ -371,6 +371,13 @@ def test_what_a_server_says_wrong_fails_the_episode_alone(text: tuple[FakeOpenEn
     assert runner.step("abcd").messages[0]["content"] == "dcba" and runner.record.error is None
 
 
+def test_marks_in_a_text_are_no_values(text: tuple[FakeOpenEnv, Play]) -> None:
+    server, played = text
+    server.change = replaced(observation={"text": '",[\\"{' * 2**17})
+    runner = played.episode()
+    assert runner.step("one").messages[0]["content"].startswith('",[\\"{') and runner.record.error is None
+
+
 def test_an_answer_too_many_is_not_taken_for_the_next_one(text: tuple[FakeOpenEnv, Play]) -> None:
     server, played = text
     runner, other = played.episode(), played.episode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ from websockets.sync.client import ClientConnection, connect
 _T = TypeVar("_T")
 # Longest message of a server, as for the processes of episodes.
 _MOST_BYTES = 4 * 2**20
+_TEXTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 # Most values in it. In Python, "[]" takes thirty times its length.
 _MOST_VALUES = 2**18
 # First wait before another attempt to reach a server, in seconds, and the longest one.
@@ -214,12 +216,17 @@ def is_local(url: str) -> bool:
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
+def _marks(text: str) -> int:
+    return sum(map(text.count, ",[{"))
+
+
 def _json_object(text: str | bytes, what: str) -> dict[str, Any]:
     if len(text) > _MOST_BYTES:
         raise ServerError(f"{what} is longer than {_MOST_BYTES} bytes")
     try:
         text = text if isinstance(text, str) else text.decode()
-        if sum(map(text.count, ",[{")) > _MOST_VALUES:
+        # Marks inside of texts are no values; they are left out only where there are many.
+        if _marks(text) > _MOST_VALUES and _marks(_TEXTS.sub("", text)) > _MOST_VALUES:
             raise ServerError(f"{what} has more than {_MOST_VALUES} values")
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
