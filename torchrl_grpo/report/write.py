@@ -67,13 +67,14 @@ class ReportWriter:
         """Write the report of what the files say now."""
         self._try(self._NOT_WRITTEN, lambda: write(self._reader))
 
-    def close(self, loggers: Loggers) -> None:
-        """Write the report of a run that ends or is stopped, and hand it to the loggers that keep files."""
+    def close(self, loggers: Loggers | None) -> None:
+        """Write the report of a run that ends or is stopped, and hand it to any loggers that keep files."""
         metrics = self._reader.run_dir / METRICS
         # Without a measurement there is nothing to show, and the folder may have been deleted.
         if os.path.exists(metrics) and os.path.getsize(metrics):
             self.write()
-            self.upload(loggers)
+            if loggers is not None:
+                self.upload(loggers)
 
     def upload(self, loggers: Loggers) -> None:
         """Hand the newest report to the loggers that keep files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from torchrl_grpo.report.write import ReportWriter
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.rollout.round import Round, check_rewards, discarded_rows, pictures_of, rollout_rows
 from torchrl_grpo.rollout.token_details import token_details
+from torchrl_grpo.runtime.interrupts import Terminated
 from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training import early_end
 from torchrl_grpo.training.learner import Learner
@@ -178,10 +180,17 @@ class Session:
         self.responses: list[dict[str, Any]] = []
         self.saved_step = state.counters.step
         self.checkpoints = RunCheckpoints(cfg, state, outputs.run_dir, outputs.grader)
-        # Also of a run that is stopped: when its newest checkpoint is whole, and before loggers close.
-        exit_stack.callback(outputs.report.close, outputs.loggers)
+        # When the newest checkpoint is whole, and before loggers close.
+        exit_stack.callback(self._close_report)
         # First of all, while the model is there.
         exit_stack.callback(self.checkpoints.writer.close)
+
+    def _close_report(self) -> None:
+        """Write the last report, also of a run that is stopped, but not of one that has to end at once."""
+        error = sys.exception()
+        if not isinstance(error, Terminated):
+            # An upload may take long, and a run that failed may be about to be repeated.
+            self.outputs.report.close(self.outputs.loggers if error is None else None)
 
     def begin(self) -> None:
         """Verify that weight updates work, and evaluate the weights before training."""
