@@ -44,7 +44,7 @@ def show(folder: Path, baseline: str | None = None) -> None:
 
     Args:
         folder: folder of the sweep.
-        baseline: name of the setting that the others are compared with; None for the first.
+        baseline: name of the setting that the others are compared with; None for the first with a mean.
 
     Raises:
         ConfigError: there is no such setting, or a file cannot be written.
@@ -78,6 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--baseline",
         metavar="SETTING",
-        help="setting to compare with, as the table names it (the first by default)",
+        help="setting to compare with, as the table names it (by default the first that has a mean)",
     )
     return parser

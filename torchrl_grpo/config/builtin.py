@@ -96,10 +96,10 @@ REWARDS = {
     ),
     "environment": BuiltInReward(f"{_REWARDS}.environment:build", _ALL, is_correctness=True),
 }
+#: Names that no reward can have, because the metrics reward/<name> are of all rewards.
+NO_REWARDS = ("mean", "std", "constant_groups", "errors", "error_share")
 #: Rewards that another model gives, by what ``reward.functions`` calls them or begins with -> function of the
 #: configuration, the reward's name and the folder of the run that returns the reward.
-# The metrics reward/<name> that are of all rewards, so no reward can have these names.
-NO_REWARDS = ("mean", "std", "constant_groups", "errors", "error_share")
 MODEL_REWARDS = {
     "judge": f"{_REWARDS}.judge.reward:build",
     "hf:": f"{_REWARDS}.reward_model:build",

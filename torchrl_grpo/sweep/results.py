@@ -1,7 +1,7 @@
 """What a sweep has shown: means over seeds, differences to the baseline, and which can be told from 0.
 
 Settings are compared on the seeds that both have, and on the same held-out problems. The baseline is the
-first setting unless another is named.
+first setting that has a mean, unless another is named.
 """
 
 from __future__ import annotations
