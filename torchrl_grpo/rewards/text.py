@@ -8,8 +8,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract, numbers
 
-# The letter of a choice as data sets have it, "B" or "(B)", and as models write it: also "b.", "B)" or "B) 5 cm"
-# in one line, without another capital letter that stands alone.
+# The letter of a choice as data sets have it, "B" or "(B)", and as models write it: also "b.", "B)" or
+# "B) 5 cm" in one line, without another capital letter that stands alone.
 _LETTER = re.compile(r"\(?([A-Z])\)?")
 _CHOICE = re.compile(r"\(?([A-Za-z])(?:[).]+(?:[^\S\n](?:(?!\b[A-Z]\b).)*)?)?")
 _BARE_NUMBER = re.compile(r"[-+−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
