@@ -100,7 +100,7 @@ class _BlockedNorm(torch.autograd.Function):
         rows, incoming = (x.reshape(-1, len(weight)) for x in (states, gradients[0]))
         by_rows, by_weight = rows.new_empty(rows.shape), rows.new_zeros(len(weight))
         # A number that is no tensor would be copied into one.
-        shares = weight.to(rows.dtype) * rows.new_full((1,), -1 / len(weight))
+        shares = weight.to(rows.dtype) / rows.new_full((1,), -len(weight))
         for part in _blocks(rows):
             normal = rows[part] * factors[part, None]
             by_product = incoming[part] * normal
