@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -78,19 +79,28 @@ def _collected(item: object) -> bool:
     return any(each is item for each in gc.get_objects())
 
 
-def test_garbage_collection_leaves_alone_what_a_job_has_built() -> None:
+@pytest.fixture
+def _nothing_frozen() -> Iterator[None]:
+    """Freeze again, as the other tests have it."""
     gc.unfreeze()
-    built = [object()]
-    with frozen_objects():
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_garbage_collection_leaves_alone_what_a_job_has_built() -> None:
+    built, before = [object()], gc.get_threshold()
+    with pytest.raises(KeyError), frozen_objects():
         later = [object()]
         assert not _collected(built)
-        assert _collected(later)
-    assert _collected(built)
+        assert _collected(later) and gc.get_threshold()[2] > before[2]
+        raise KeyError
+    assert _collected(built) and gc.get_threshold() == before
 
 
+@pytest.mark.usefixtures("_nothing_frozen")
 def test_objects_that_somebody_else_has_frozen_stay_frozen() -> None:
-    gc.unfreeze()
-    built = [object()]
+    built = [[number] for number in range(2_000)]
     gc.freeze()
     with frozen_objects():
         later = [object()]

@@ -16,6 +16,8 @@ import torch
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 # Collections of objects that have survived one, for each full collection. Python's own number is 10.
 _YOUNG_PER_FULL = 100
+# Python 3.12 has frozen a few hundred objects of its own from the start.
+_OF_PYTHON = 1_000
 
 
 def keep_freed_memory() -> bool:
@@ -58,7 +60,7 @@ def frozen_objects() -> Iterator[None]:
     collection would look at all of it, and hold up every thread for a tenth of a second or more. If somebody
     has frozen objects already, as an engine of vLLM in this process does, nothing is changed.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > _OF_PYTHON:
         yield
         return
     thresholds = gc.get_threshold()
