@@ -221,7 +221,9 @@ def test_the_trainer_waits_for_one_worker_if_none_is_up(train: Callable[..., Tra
     for _ in range(count):
         pool.restarts.get(timeout=LIMIT_S)
     trainer.settle()
-    assert not sending.done()
+    loaded: list[bool] = []
+    trainer.dispatcher.run_in_thread(lambda: loaded.append(trainer.dispatcher.scheduler.all_loaded))
+    assert not sending.done() and loaded == [False]
     pool.dies = lambda number, command: False
     trainer.restart(0)
     sending.result(LIMIT_S)
