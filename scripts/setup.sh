@@ -84,7 +84,8 @@ vllm=$(choose_vllm)
 older=() # the file whose versions go before those of the other files
 if [ "$vllm" = 0.24 ]; then older=(requirements_vllm024.txt); fi
 
-version_of() { sed -n "s/^$1==//p" "${older[@]}" requirements_common.txt | head -n 1; } # the pinned version of package $1
+# The pinned version of package $1. In a pipe to head, sed would sometimes end by a signal, and the set-up with it.
+version_of() { sed -n "/^$1==/{s///p;q;}" "${older[@]}" requirements_common.txt; }
 
 cuda_of_driver() { # the newest CUDA that libcuda knows, as interpreter $1 finds it: 13000 for 13.0; 0 where there is none
     "$1" -c '
@@ -297,8 +298,9 @@ install_run() {
 lock_run() { # write the packages of a run, without SmolLM2's weights, into file $1
     install_uv
     choose_requirements
-    printf '%s\n' "${needs[@]}" \
-        | "$VENV/bin/uv" pip compile --quiet --no-header --format pylock.toml --python "$VENV/bin/python" "${options[@]}" -o "$1" -
+    # No pipe: if uv failed before it read everything, a signal would hide its exit code.
+    "$VENV/bin/uv" pip compile --quiet --no-header --format pylock.toml --python "$VENV/bin/python" "${options[@]}" -o "$1" - \
+        < <(printf '%s\n' "${needs[@]}")
 }
 
 install_browser() { # a Chromium, in which tests open report.html
