@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fake_hub import serve
 from omegaconf import OmegaConf
 
 from torchrl_grpo.checkpoints.run_dir import MANIFEST
 from torchrl_grpo.cli import chat
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.runtime import hub
 from torchrl_grpo.runtime.printable import printable
 
@@ -143,6 +145,7 @@ def test_the_base_model_reads_the_system_message_of_the_run(
 ) -> None:
     cfg = Config()
     cfg.model.name, cfg.env.system_prompt = str(tiny_model_dir), "Be brief."
+    cfg.inference_model.dtype = Dtype.float16
     checkpoint = tmp_path / "checkpoints/4"
     shutil.copytree(tiny_model_dir, checkpoint / "model")
     (checkpoint / MANIFEST).write_text("{}")
@@ -151,6 +154,8 @@ def test_the_base_model_reads_the_system_message_of_the_run(
 
     def answer(self: chat.Speaker, *_: object) -> None:
         read[self.name] = self.system
+        # As the run had it: a model that it trained in float32 could answer as its base does in 16 bits.
+        assert self.model.dtype == torch.float16
 
     monkeypatch.setattr(chat.Speaker, "answer", answer)
     replaced = [word.replace("MODEL", str(tiny_model_dir)) for word in words]

@@ -176,7 +176,7 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -
 
 def _checked(
     args: argparse.Namespace, named: ModelArgument, run: Config | None, merged: Path
-) -> tuple[ModelConfig, str | None]:
+) -> tuple[ModelConfig, str | None, str | None]:
     """Check that a model can be loaded.
 
     Args:
@@ -187,7 +187,7 @@ def _checked(
         merged: new folder for a model that adapters are merged into.
 
     Returns:
-        Its configuration, and the system message.
+        Its configuration, the system message, and ``inference_model.dtype`` of the run.
     """
     cfg = ModelConfig(name=named.folder, trust_remote_code=args.trust_remote_code)
     system = args.system
@@ -201,10 +201,10 @@ def _checked(
         cfg = replace(cfg, name=str(merged))
     shape.check_available(cfg)
     kind.check_kind(cfg)
-    return cfg, system
+    return cfg, system, None if run is None else run.inference_model.dtype
 
 
-def _speaker(name: str, cfg: ModelConfig, system: str | None) -> Speaker:
+def _speaker(name: str, cfg: ModelConfig, system: str | None, dtype: str | None) -> Speaker:
     import torch
     from transformers import GenerationConfig
 
@@ -214,8 +214,11 @@ def _speaker(name: str, cfg: ModelConfig, system: str | None) -> Speaker:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = loading.resolve(cfg)
     tokenizer = loading.load_tokenizer(source, cfg)
+    if dtype is None:
+        dtype = "auto" if device.type == "cuda" else "float32"
+    # Small updates are below the precision of 16 bits, in which the model would answer as its base.
     model = loading.load_model(
-        source, cfg, device, resolve_dtype("auto", device), instead="choose a smaller one"
+        source, cfg, device, resolve_dtype(dtype, device), instead="choose a smaller one"
     )
     # Of the settings in its folder, which may penalize repetition or set a temperature, only the ends count,
     # as in a run.
