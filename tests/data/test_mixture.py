@@ -223,6 +223,13 @@ def test_a_mistake_in_a_part_names_the_part(tmp_path: Path, part: Any, error: st
         validate(config(tmp_path, part))
 
 
+@pytest.mark.parametrize("dataset", ["reasoning_gym", "jsonl"])
+def test_the_data_set_beside_a_mixture_needs_no_keys_of_its_own(tmp_path: Path, dataset: str) -> None:
+    cfg = config(tmp_path, {"dataset": "gsm8k"}, {"dataset": "reasoning_gym", "task": "gcd"})
+    cfg.env.dataset = dataset
+    validate(cfg)
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -493,6 +493,16 @@ def test_dry_run_tries_the_rewards(workplace: Path, capsys: pytest.CaptureFixtur
     assert "ValueError: boom at 7" in warnings[0] and "reward.functions.few failed on" in warnings[1]
 
 
+def test_dry_run_refuses_a_model_and_a_tool_that_cannot_be_loaded(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("model.name=/nowhere/model", "dry_run=true") == 2
+    assert "model.name=/nowhere/model: there is no such folder; write" in capsys.readouterr().err
+    (workplace / "tools.py").write_text("def look(x):\n    return x\n")
+    assert call("env.tools=[tools.py:look]", "dry_run=true") == 2
+    assert "whose description cannot be made: " in capsys.readouterr().err
+
+
 def test_dry_run_reads_sizes_alone_of_a_checkpoint(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

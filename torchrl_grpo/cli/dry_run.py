@@ -36,6 +36,7 @@ def show(cfg: Config, resumed: Path | None, asynchronous: bool, other_plan: Plan
         nothing = ", where it has ended: nothing is left to do" if ended else ""
         sys.stdout.write(f"resumes {resumed} after step {last_checkpoint.name}{nothing}\n")
     preflight.report(cfg, asynchronous, other=other_plan)
+    rehearsal.check_model_and_environment(cfg)
     loaded = rehearsal.load_problems(cfg)
     problems = None if loaded is None else len(loaded.train)
     if loaded is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchrl_grpo import data, rewards
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.models.shape import model_folder
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, error_text, read_result
@@ -33,6 +34,20 @@ def load_problems(cfg: Config) -> data.Problems | None:
     envs = [part.cfg.env for part in mixture_parts(cfg)] or [cfg.env]
     local = all(env.data_path is not None or user_code.parse(env.dataset) is not None for env in envs)
     return data.load(cfg) if local or cfg.train.num_epochs is not None else None
+
+
+def check_model_and_environment(cfg: Config) -> None:
+    """Refuse a path without a model, and an environment or tools that cannot be loaded.
+
+    Raises:
+        UserError: as the run would.
+    """
+    model_folder(cfg.model)
+    if has_episodes(cfg):
+        # Imports torch, which takes seconds.
+        from torchrl_grpo.envs.episodes.build import check_environment
+
+        check_environment(cfg)
 
 
 def rehearse(cfg: Config, problems: data.Problems) -> str:
@@ -92,11 +107,9 @@ def _failing(
 
 def _read(cfg: Config, folder: Path, problems: data.Problems, grader: rewards.CountingGrader) -> None:
     # Imports torch, which takes seconds.
-    from torchrl_grpo.envs.episodes.build import check_environment
     from torchrl_grpo.models import loading
     from torchrl_grpo.training.prepare import prepare
 
-    check_environment(cfg)
     tokenizer = loading.load_tokenizer(str(folder.resolve()), cfg.model)
     loading.check_context(str(folder.resolve()), cfg)
     prepare(cfg, tokenizer, problems, grader, lambda text: None)

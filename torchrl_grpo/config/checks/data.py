@@ -29,7 +29,8 @@ def check_data(cfg: Config) -> None:
     Raises:
         ConfigError: a value is invalid.
     """
-    _check_task(cfg)
+    if not cfg.env.mixture:  # whose parts have data sets of their own
+        _check_task(cfg)
     _check_episodes(cfg)
     _check_sampling(cfg)
     check_rewards(cfg, reward_weights(cfg))
