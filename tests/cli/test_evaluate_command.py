@@ -79,7 +79,10 @@ def test_adapters_are_measured_in_their_run_and_alone(train: Runner, config: Con
         (["run"], "error: run: this run has no complete checkpoint"),
         (["empty", "--config-dir=nowhere"], "error: --config-dir=nowhere: there is no such folder"),
         (["file"], "error: model.name=file: this is a file; write a folder saved by save_pretrained"),
-        ([], "error: command line: the following arguments are required: MODEL_OR_RUN; write what "),
+        (
+            [],
+            "error: command line: the following arguments are required: MODEL_OR_RUN; --help shows",
+        ),
         (["empty", "--bogus"], "error: command line: unrecognized arguments: --bogus"),
         (["empty", "eval.num_problem=3"], "error: eval.num_problem=3: there is no key"),
         (

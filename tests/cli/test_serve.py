@@ -146,8 +146,8 @@ def test_a_port_that_is_taken_is_one_line(
     ("host", "port", "says"),
     [
         ("0.0.0.0", "taken", "--port=.*: another program listens there at 0.0.0.0"),
-        ("::1", "0", "--port=0: is no port; write a number from 1"),
-        ("127.0.0.1", "70000", "--port=70000: is no port"),
+        ("::1", "0", "--port=0: it is no port; write a number from 1"),
+        ("127.0.0.1", "70000", "--port=70000: it is no port"),
         ("203.0.113.7", "8000", "--host=203.0.113.7: this machine cannot listen there"),
         ("no.such.invalid", "8000", "--host=no.such.invalid: this machine cannot listen there"),
     ],

@@ -121,7 +121,7 @@ def test_a_line_is_planned(
         ("vllm:d4+fsdp:4", "'fsdp:4' is not BACKEND:SIZES"),
         ("vllm:d4-fsdp:d4", "'vllm:d4-fsdp:d4' is not BACKEND:SIZES"),
         ("vllm:x4+fsdp:d4", "x4 in 'vllm:x4' is no size; sizes are d (data), t (tensor)"),
-        ("vllm:d0+fsdp:d4", "d0 in 'vllm:d0' is no size"),
+        ("vllm:d0+fsdp:d4", "d0 in 'vllm:d0' must be at least d1"),
         ("vllm:d2d2+fsdp:d4", "d2 in 'vllm:d2d2' is no size; sizes are"),
         ("transformers:d4t2+fsdp:d8", "an engine of transformers has one device; write vllm, or t1 and p1"),
         ("vllm:d4c2+fsdp:d8", "c2 in 'vllm:d4c2' asks for context parallelism, which does not exist here"),

@@ -409,7 +409,7 @@ def test_jsonl_takes_the_columns_of_env_fields(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.jsonl", rows))
     found = load(config("jsonl", data_path=path, fields={"question": "frage", "answer": "antwort"}))
     assert found.train[0].truth["answer"].startswith("a")
-    with pytest.raises(DataError, match=r"no column 'question'; its columns are 'frage', 'antwort'"):
+    with pytest.raises(DataError, match=r"no column 'question', and its columns are 'frage', 'antwort'"):
         load(config("jsonl", data_path=path))
     with pytest.raises(ConfigError, match=r"env\.fields={frage:question}: frage is none of question"):
         load(config("jsonl", data_path=path, fields={"frage": "question"}))
@@ -439,7 +439,7 @@ def test_answers_may_be_numbers(tmp_path: Path) -> None:
         # A column that nobody has named is for a reward of one's own.
         (example,) = load(config("jsonl", num_problems=0, data_path=path)).train
         assert example.truth == {} and example.columns["answer"] == value
-    with pytest.raises(DataError, match="column 'question' is int"):
+    with pytest.raises(DataError, match="column 'question' is 3, of type int"):
         load(config("jsonl", data_path=str(write(tmp_path / "c.jsonl", [{"question": 3, "answer": 3}]))))
 
 
@@ -459,7 +459,7 @@ def test_a_null_answer_is_none(tmp_path: Path, fields: dict[str, str], null: flo
     held_out = load(config("jsonl", num_problems=9, fields=fields, data_path=path, eval_data_path=mixed))
     cfg = config("jsonl", num_problems=1, fields=fields, data_path=mixed)
     for examples in (load(cfg).first_examples(), held_out.first_examples(held_out=True)):
-        with pytest.raises(ConfigError, match=r"exact_match: jsonl/\w+/2 has no answer to compare with"):
+        with pytest.raises(ConfigError, match=r"exact_match: jsonl/\w+/2 has no answer .* to compare with"):
             build_reward_set(cfg, examples)
     cfg.reward.weights = {"format": 1.0}
     build_reward_set(cfg, load(cfg).first_examples()).close()
@@ -480,7 +480,7 @@ def test_the_column_of_the_prompt_is_found(
     path = str(write(tmp_path / "a.jsonl", [row]))
     (example,) = load(config("jsonl", 0, data_path=path, answer_format="plain")).train
     assert example.messages == messages and example.truth == {}
-    with pytest.raises(DataError, match="has no column 'question'; its columns are 'text'"):
+    with pytest.raises(DataError, match="has no column 'question', and its columns are 'text'"):
         load(config("jsonl", 0, data_path=str(write(tmp_path / "b.jsonl", [{"text": "?"}]))))
 
 

@@ -334,7 +334,7 @@ GOOD = [{"prompt": f"Greet the guests of room {number}.", "level": number} for n
         ("grpo", [*GOOD, {"text": "?"}], [], r"row 21 of rows.jsonl has no column 'question'"),
         ("grpo", [*GOOD, {"prompt": "very " * 900}], [], r"prompt of jsonl/\w+/21 has \d+ tokens"),
         ("grpo", GOOD, ["reward.functions.own=mine.py:stale"], r"needs stale, which is no column of"),
-        ("grpo", GOOD, ["reward.weights={exact_match:1}"], r"jsonl/\w+/1 has no answer to compare with"),
+        ("grpo", GOOD, ["reward.weights={exact_match:1}"], r"jsonl/\w+/1 has no answer .* to compare with"),
         ("sft", GOOD, [], r"jsonl/\w+/1 has no solution to learn"),
     ],
 )

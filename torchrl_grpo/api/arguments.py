@@ -11,7 +11,7 @@ from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
 
 
-def unknown(arguments: Mapping[str, Any], known: Sequence[str]) -> ConfigError:
+def unknown_arguments_error(arguments: Mapping[str, Any], known: Sequence[str]) -> ConfigError:
     """Build the error for arguments that do not exist.
 
     Args:
@@ -19,8 +19,8 @@ def unknown(arguments: Mapping[str, Any], known: Sequence[str]) -> ConfigError:
         known: those that exist.
     """
     advice = "; ".join(f"{name}: {_advice(name, value, known)}" for name, value in arguments.items())
-    noun = "an argument" if len(arguments) == 1 else "arguments"
-    return ConfigError(f"GRPOTrainer has no such {noun.split()[-1]}: {advice}")
+    noun = "argument" if len(arguments) == 1 else "arguments"
+    return ConfigError(f"GRPOTrainer has no such {noun}: {advice}")
 
 
 def _advice(name: str, value: Any, known: Sequence[str]) -> str:

@@ -103,7 +103,9 @@ class GRPOTrainer:
         self._asynchronous = asynchronous
         with told_once():
             if unknown:
-                raise arguments.unknown(unknown, list(inspect.signature(GRPOTrainer).parameters)[:-1])
+                raise arguments.unknown_arguments_error(
+                    unknown, list(inspect.signature(GRPOTrainer).parameters)[:-1]
+                )
             values: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
             passed: dict[str, Any] = {}
             if config is not None and not isinstance(config, Mapping):

@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_grpo.cli.help import primary_configs
 from torchrl_grpo.cli.precedence import settle
 from torchrl_grpo.config import Config, groups
 from torchrl_grpo.config.keys import show
@@ -330,7 +331,17 @@ def composer(config_dir: Path, config_name: str, extra_dir: Path | None = None) 
 
     Yields:
         The composer.
+
+    Raises:
+        ConfigError: there is no such configuration.
     """
+    folders = [folder for folder in (config_dir, extra_dir) if folder is not None]
+    if not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
+        known = ", ".join(name for folder in folders for name in primary_configs(folder))
+        raise ConfigError(
+            f"--config-name={config_name}: {config_dir} has no such configuration; "
+            f"write one of {known} instead"
+        )
     with initialize_config_dir(str(config_dir), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         if extra_dir is not None:

@@ -29,7 +29,7 @@ def exit_codes(is_shared: Callable[[UserError], bool] = lambda error: True) -> I
     """Turn what ends the block into an exit code, and a mistake into one line on stderr.
 
     Args:
-        is_shared: whether rank 0 has most often made a mistake too, and reports it.
+        is_shared: whether rank 0 is expected to report the same error.
 
     Raises:
         SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM, 75 if the run was

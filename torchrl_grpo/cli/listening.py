@@ -19,7 +19,7 @@ def check_port(host: str, port: int) -> None:
         ConfigError: it may not.
     """
     if not 0 < port < 2**16:
-        raise ConfigError(f"--port={port}: is no port; write a number from 1 to 65535")
+        raise ConfigError(f"--port={port}: it is no port; write a number from 1 to 65535")
     try:
         ((family, kind, _, _, address), *_) = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -24,7 +24,7 @@ from torchrl_grpo.cli import multirun, sweep
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.cli.checked_job import existing_folder, resolve_job, write_notes
 from torchrl_grpo.cli.endings import USER_ERROR_CODE, exit_codes, report
-from torchrl_grpo.cli.help import help_text, primary_configs
+from torchrl_grpo.cli.help import help_text
 from torchrl_grpo.config import Config, derived, parse
 from torchrl_grpo.config.checks import check_installed, schedule
 from torchrl_grpo.config.schema import SweepConfig
@@ -173,15 +173,6 @@ class _CommandLine:
             flags += [] if value is None else [flag, value]
         return flags
 
-    def _check_name(self) -> None:
-        folders = [folder for folder in (self.config_dir, self.extra_dir) if folder is not None]
-        if not any((folder / f"{self.config_name}.yaml").is_file() for folder in folders):
-            known = ", ".join(name for folder in folders for name in primary_configs(folder))
-            raise ConfigError(
-                f"--config-name={self.config_name}: {self.config_dir} has no such configuration; "
-                f"write one of {known} instead"
-            )
-
     def _jobs(self) -> Generator[Job, None, None]:
         """Compose the jobs of the command line one by one; a job is valid until the next one is composed."""
         from torchrl_grpo.cli.compose import composer
@@ -190,7 +181,6 @@ class _CommandLine:
         if self._composed is not None and self._composed[0] == words:
             yield self._composed[1]
             return
-        self._check_name()
         with composer(self.config_dir, self.config_name, self.extra_dir) as tree:
             jobs = tree.jobs(words, self.sweep)
             for number, overrides in enumerate(jobs):

@@ -157,7 +157,9 @@ def _read_part(line: str, text: str) -> _Part:
         raise _bad(line, f"{text!r} is not BACKEND:SIZES, as in vllm:d4 or fsdp:d8", _FIX)
     sizes: dict[str, int] = {}
     for name, size in _SIZE.findall(matched[2]):
-        if name not in _DIMENSIONS or int(size) < 1 or name in sizes:
+        if name in _DIMENSIONS and int(size) < 1:
+            raise _bad(line, f"{name}{size} in {text!r} must be at least {name}1", _FIX)
+        if name not in _DIMENSIONS or name in sizes:
             known = ", ".join(f"{short} ({long})" for short, long in _DIMENSIONS.items())
             raise _bad(line, f"{name}{size} in {text!r} is no size; sizes are {known}, each once", _FIX)
         sizes[name] = int(size)

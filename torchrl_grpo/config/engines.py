@@ -49,6 +49,7 @@ class EngineKind:
         spans_devices: whether several devices can share the model of one engine.
         takes_gpu_weights: whether its servers take weights through a GPU's memory or NCCL.
         has_job_servers: whether a job of several nodes can start its servers.
+        takes_pictures: whether prompts can have pictures.
         is_reference: whether it is the numerical reference, which runs everywhere and copies weights without
             a loader.
     """
@@ -72,6 +73,7 @@ class EngineKind:
     spans_devices: bool = False
     takes_gpu_weights: bool = False
     has_job_servers: bool = False
+    takes_pictures: bool = True
     is_reference: bool = False
 
     @property
@@ -123,6 +125,7 @@ _KINDS = (
         has_own_python=True,
         engine_args="torchrl_grpo.config.checks.sglang",
         preallocates=True,
+        takes_pictures=False,
     ),
     EngineKind(
         "transformers",

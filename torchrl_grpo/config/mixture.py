@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ OF_A_DATASET = (
     "task", "task_args", "data_path", "eval_data_path", "hub_name", "hub_subset", "train_split", "eval_split",
     "fields", "train_on_ifeval", "shuffle_buffer",
 )  # fmt: skip
-# Keys that a part shares with the whole run.
-_SHARED = (
+# Keys of env that a part may set.
+_OF_ENV = (
     *OF_A_DATASET, "dataset", "task_size", "system_prompt", "prompt_template", "answer_format",
     "control_tokens_in_data",
 )  # fmt: skip
@@ -62,11 +63,11 @@ def mixture_parts(cfg: Config) -> list[MixturePart]:
 def _part(cfg: Config, entry: Any, key: str) -> MixturePart:
     if not isinstance(entry, dict):
         raise ConfigError(f"{key}={show(entry)}: a part is a mapping; write {{dataset: NAME, weight: 1.0}}")
-    unknown = [name for name in entry if name not in _SHARED and name not in _OWN]
+    unknown = [name for name in entry if name not in _OF_ENV and name not in _OWN]
     if unknown:
-        raise ConfigError(
-            f"{key}.{unknown[0]}: a part has no such key; write one of {', '.join([*_OWN, *_SHARED])}"
-        )
+        known = [*_OWN, *_OF_ENV]
+        names = difflib.get_close_matches(unknown[0], known, n=1) or known
+        raise ConfigError(f"{key}.{unknown[0]}: a part has no such key; write {' or '.join(names)} instead")
     if "dataset" not in entry:
         raise ConfigError(f"{key}={show(entry)}: a part needs a data set; write {{dataset: NAME, ...}}")
     weight = entry.get("weight", 1.0)
@@ -76,7 +77,7 @@ def _part(cfg: Config, entry: Any, key: str) -> MixturePart:
         )
     start = {name: getattr(EnvConfig(), name) for name in OF_A_DATASET}
     base = {**vars(cfg.env), **start, "mixture": []}
-    env = typed(EnvConfig, {name: entry[name] for name in entry if name in _SHARED}, key, base)
+    env = typed(EnvConfig, {name: entry[name] for name in entry if name in _OF_ENV}, key, base)
     is_own = dataset_kind(env.dataset) == "jsonl" and "answer_format" not in entry
     if is_own and env.answer_format == AnswerFormat.tags:
         # One's own data keeps its prompt as it is, unless the part asks for tags.

@@ -93,8 +93,8 @@ def is_roomy(planned: Planned) -> bool:
     if planned.prediction is None:
         # Two models on a GPU may be too much, and nothing says so before they are loaded.
         return not plan.colocated
-    holds = plan.inference.own_process or planned.cfg.inference_model.engine.has_known_needs
-    return fits(planned, SPARE if plan.colocated and holds and not plan.sleeps else 1.0)
+    has_known_needs = plan.inference.own_process or planned.cfg.inference_model.engine.has_known_needs
+    return fits(planned, SPARE if plan.colocated and has_known_needs and not plan.sleeps else 1.0)
 
 
 def place_roles(cfg: Config, request: Request, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:

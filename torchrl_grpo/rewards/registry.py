@@ -116,8 +116,7 @@ def _check_answer(cfg: Config, name: str, example: Example | None) -> None:
     needs_answer = dataset_kind(cfg.env.dataset) == "jsonl" and REWARDS[name].needs_answer
     if needs_answer and example is not None and "answer" not in example.truth:
         raise ConfigError(
-            f"{key}: {example.id} has no answer to compare with, in text or a number; name its column "
-            "with "
+            f"{key}: {example.id} has no answer (text or a number) to compare with; name its column with "
             "env.fields={question:COLUMN,answer:COLUMN}, or write a reward of your own with "
             "reward.functions; eval.num_problems=0 evaluates nothing"
         )

@@ -281,6 +281,9 @@ def read_result(result: Result | Exception) -> tuple[float, dict[str, float]]:
         raise ValueError(f"the result of a reward needs a 'score', got {sorted(parts)}")
     if None in parts.values():
         raise TypeError("it returned None, not a number; is a return statement missing?")
+    for name, value in parts.items():
+        if isinstance(value, str):
+            raise TypeError(f"{name} is the text {value[:80]!r}, not a number")
     numbers = {name: float(value) for name, value in parts.items()}
     for name, value in numbers.items():
         if not abs(value) <= _LARGEST:

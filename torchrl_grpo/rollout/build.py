@@ -121,7 +121,7 @@ def build_local_worker(
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
     if not source.plan.engine_in_each_rank:
-        # Those of the ranks have their episodes already.
+        # Engines of ranks have their episodes already.
         engine = with_episodes(cfg, engine, source.max_num_seqs(cfg))
     options = cfg.inference_model
     worker = RolloutWorker(engine, options.max_new_tokens, options.temperature, time.perf_counter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import functools
 import hashlib
 import importlib
@@ -65,9 +66,10 @@ def load(spec: str, key: str) -> Any:
     if target is None:
         own = [(attr, value) for attr, value in vars(module).items() if not attr.startswith("_")]
         names = [attr for attr, value in own if getattr(value, "__module__", None) == module.__name__]
+        names = difflib.get_close_matches(name, names, n=1) or names
         raise ConfigError(
-            f"{key}={spec!r}: {place} has no {name}; it has {', '.join(names) or 'no function'}. Correct the "
-            "name behind the colon"
+            f"{key}={spec!r}: {place} has no {name}; write "
+            f"{' or '.join(names) or 'its functions'} after the colon"
         )
     if not callable(target):
         raise ConfigError(

@@ -100,8 +100,8 @@ def _failing(
                     read_result(result)
             except Exception as error:  # noqa: BLE001  of the user's function, and shown
                 yield (
-                    f"reward.functions.{name} failed on {_RESPONSE!r} and {example.id}: {error_text(error)}; "
-                    "correct it, unless it only fails on such a text"
+                    f"reward.functions.{name} failed when it was tried on the response {_RESPONSE!r} to "
+                    f"{example.id} ({error_text(error)}); correct it, unless it only fails on such a text"
                 )
 
 

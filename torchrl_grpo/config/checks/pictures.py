@@ -58,7 +58,7 @@ def check_pictures(cfg: Config) -> None:
         ),
         (cfg.train_model.compile, "train_model.compile", True, "train_model.compile=false"),
         (
-            cfg.inference_model.backend == "sglang_server",
+            not cfg.inference_model.engine.takes_pictures,
             "inference_model.backend",
             cfg.inference_model.backend,
             "inference_model.backend=vllm",

@@ -29,10 +29,11 @@ def text(row: Row, column: str, dataset: str) -> str:
     """
     if column not in row.values:
         present = ", ".join(map(repr, row.values)) or "none"
+        own = "" if dataset == "jsonl" else "env.dataset=jsonl and "
         raise DataError(
-            f"{dataset}: {row.where} has no column {column!r}; its columns are {present}. "
-            "Rename the column, or name yours with env.dataset=jsonl and env.fields (for "
-            "python -m torchrl_grpo.rewards: --dataset jsonl --field question=COLUMN)"
+            f"{dataset}: {row.where} has no column {column!r}, and its columns are {present}; rename one, or "
+            f"name yours with {own}env.fields={{question:COLUMN}} (for python -m torchrl_grpo.rewards: "
+            "--dataset jsonl --field question=COLUMN)"
         )
     value = row.values[column]
     if is_missing(value):
@@ -41,8 +42,8 @@ def text(row: Row, column: str, dataset: str) -> str:
         )
     if not isinstance(value, str):
         raise DataError(
-            f"{dataset}: {row.where}: column {column!r} is {type(value).__name__} {str(value)[:80]!r}, "
-            "not a string; write it in quotes"
+            f"{dataset}: {row.where}: column {column!r} is {repr(value)[:80]}, of type "
+            f"{type(value).__name__}, not a string; write it in quotes"
         )
     if not value.strip():
         raise DataError(f"{dataset}: {row.where}: column {column!r} is empty; fill it or remove the row")

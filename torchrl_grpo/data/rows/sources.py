@@ -352,7 +352,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where} is not valid JSON: {error.msg}: {_short(line)}; give one object a line"
+            f"{where} is not valid JSON ({error.msg}): {_short(line)}; correct it to one JSON object a line"
         ) from error
     except (ValueError, RecursionError) as error:
         # A number of thousands of digits, or lists within lists.

@@ -1,4 +1,4 @@
-"""Run the user's environments and tools in processes of their own: for each episode one of either kind."""
+"""Run the user's environments and tools in processes of their own: one of each kind for each episode."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def run(payload: dict[str, Any]) -> list[Any]:
     if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__"):
         raise TypeError(f"it returned {type(values).__name__}, not a list of {len(completions)} numbers")
     if len(values) != len(completions):
-        raise ValueError(f"it returned {len(values)} numbers for {len(completions)} completions")
+        raise ValueError(f"for {len(completions)} completions, it returned a list of length {len(values)}")
     return [_plain(value) for value in values]
 
 
