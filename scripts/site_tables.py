@@ -12,6 +12,7 @@ from typing import Any
 from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import elsewhere, parse
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.resume import FREE
 from torchrl_grpo.observe.rules import RULES
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -22,8 +23,8 @@ def with_tables(markdown: str) -> str:
     """Return a text with its tables.
 
     A line ``<!-- table: NAME -->`` becomes a table: ``presets`` is what the files of ``config/policy`` set,
-    ``schema`` that of a batch, ``rules`` by which a run is watched, and every other name a section of
-    ``other_systems.tsv``.
+    ``schema`` that of a batch, ``rules`` by which a run is watched, ``resume`` what a resumed run may change,
+    and every other name a section of ``other_systems.tsv``.
     """
     return _MARKER.sub(lambda marker: _table(marker[1]), markdown)
 
@@ -37,6 +38,8 @@ def _table(name: str) -> str:
             head, *body = _schema()
         case "rules":
             head, *body = _rules()
+        case "resume":
+            head, *body = _resume()
         case _:
             head, *body = _names(name)
     lines = [head, ["---"] * len(head), *body]
@@ -83,6 +86,12 @@ def _rules() -> list[list[str]]:
         lasts = f"{rule.window} {rule.unit}{'s' if rule.window > 1 else ''}"
         rows.append([f"`{rule.name}`", f"{bound}: {', '.join(rule.reads)}", lasts, rule.advice, rule.source])
     return rows
+
+
+def _resume() -> list[list[str]]:
+    """Return the keys that a resumed run may change, and what changes with them."""
+    rows = [[_codes(", ".join(names)), effect] for effect, names in FREE.items()]
+    return [["may change", "what changes with it"], *rows]
 
 
 def _presets() -> list[list[str]]:
