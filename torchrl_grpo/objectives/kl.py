@@ -17,6 +17,9 @@ k1          KL(pi, ref)  0                that of KL(pi, ref)
 k2          no KL        of KL(pi, ref)   of no KL
 k3          KL(pi, ref)  of KL(ref, pi)   of KL(pi, ref) minus KL(ref, pi)
 ==========  ===========  ===============  ===================================
+
+Gradients of the loss leave out that a token changes which texts follow. k1 in the reward counts that too, if
+the ratio is that of a whole response.
 """
 
 from __future__ import annotations
