@@ -201,24 +201,34 @@ def test_the_timeline_has_lanes_with_idle_gaps(tmp_path: Path, opened: Opener) -
     assert lanes[0].split()[1] == "43"
 
 
-def test_a_bar_of_a_worker_is_as_high_as_its_share_of_the_time(tmp_path: Path, opened: Opener) -> None:
+def test_a_bar_of_workers_is_as_high_as_their_share_of_the_time(tmp_path: Path, opened: Opener) -> None:
     run = write_run(tmp_path / "run", steps=1)
-    shares = {1: (0.5, 0.8, 0.2), 3: (1.0, 1.0, 1.0)}
+    shares = {1: 0.2, 3: 1.0}
+    others = {
+        "busy_share_min": 0.1,
+        "busy_share_max": 0.3,
+        "slowest": 7,
+        "tokens_per_s": 5,
+        "tokens_per_s_min": 2,
+    }
     rows = [{"step": 0, "eval/accuracy": 0.5}]
     for step in (1, 2, 3):
         row = {"step": step, "time/wait_s": 1.0, "time/train_s": 4.0, "time/step_s": 5.0}
         if step in shares:
-            mean, first, second = shares[step]
-            row |= {"workers/busy_share": mean, "workers/busy_share_0": first, "workers/busy_share_1": second}
+            measured = {"busy_share": shares[step], **others}
+            row |= {f"workers/{name}": value for name, value in measured.items()}
         rows.append(row)
     write_lines(run / "metrics.jsonl", rows)
     page = opened(run)
     page.click("#tab-timeline")
     assert "a share and not a moment" in texts(page, ".note:visible")[0]
-    # Measured after 1 and 11 of 15 seconds: (0.8 * 1 + 1 * 10) / 11 and (0.2 * 1 + 1 * 10) / 11.
+    # Measured after 1 and 11 of 15 seconds: (0.2 * 1 + 1 * 10) / 11.
     lanes = dict(text.rsplit(" ", 2)[:2] for text in texts(page, ".lane b"))
-    assert (lanes["worker 0"], lanes["worker 1"], lanes["workers, mean"]) == ("98", "93", "95")
-    bars = page.locator("[data-lane='worker 1'] i").evaluate_all(
+    assert lanes["workers, mean"] == "93"
+    title = page.locator("[data-lane='workers, mean'] i").first.get_attribute("title")
+    assert "20 % of the time, the least busy 10 %, the busiest 30 %" in str(title)
+    assert "the slowest is worker 7 with 2 tokens/s" in str(title)
+    bars = page.locator("[data-lane='workers, mean'] i").evaluate_all(
         "all => all.map(({ style }) => [style.left, style.width, style.top].map(parseFloat))"
     )
     expected = [(0, 100 / 15, 80), (100 / 15, 1000 / 15, 0), (1100 / 15, 400 / 15, 0)]

@@ -202,13 +202,6 @@ def test_the_newest_evaluation_decides_what_the_held_out_value_is(tmp_path: Path
     assert math.isnan(contents["metrics"]["eval/accuracy"][0])
 
 
-def test_further_workers_take_no_room_from_other_metrics(tmp_path: Path) -> None:
-    shares = {f"workers/busy_share_{number}": 0.5 for number in range(1000)}
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **shares, "loss/total": 1.0}])
-    metrics = read(tmp_path)["metrics"]
-    assert list(metrics) == [*list(shares)[:64], "loss/total"]
-
-
 def test_findings_are_those_of_the_table_of_rules(tmp_path: Path) -> None:
     row = {"reward/mean": 0.0, "reward/constant_groups": 1.0, "response/length_mean": 3.0}
     better = {**row, "reward/constant_groups": 0.5}

@@ -187,7 +187,7 @@ def test_a_round_holds_what_was_sampled(make: Any) -> None:
     assert collector.rollout().groups["group_id"].tolist() == [[2] * G, [3] * G]
 
 
-def test_each_worker_has_a_busy_share_of_its_own(make: Any) -> None:
+def test_workers_are_measured_by_their_mean_and_their_extremes(make: Any) -> None:
     collector = make()
     start = collector._since[0]
     others = {"score_seconds": 0.0, "restarts": 0, "queue": 0}
@@ -197,8 +197,10 @@ def test_each_worker_has_a_busy_share_of_its_own(make: Any) -> None:
     collector._is_local = False
     metrics = collector.round_metrics(None)
     # The second worker began what it ended before the other round was there.
-    assert [metrics[f"workers/busy_share_{number}"] for number in (0, 1)] == [0.25, 1.0]
-    assert [metrics[f"workers/tokens_per_s_{number}"] for number in (0, 1)] == [2.0, 1.0]
+    shares = {"busy_share": 0.75, "busy_share_min": 0.25, "busy_share_max": 1.0}
+    rates = {"tokens_per_s": 1.5, "tokens_per_s_min": 1.0, "tokens_per_s_max": 2.0, "slowest": 1}
+    for name, value in (shares | rates).items():
+        assert metrics[f"workers/{name}"] == value, name
 
 
 def test_a_coarse_clock_does_not_end_a_run(make: Any) -> None:

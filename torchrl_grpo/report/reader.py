@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ from torchrl_grpo.runtime.files.shared_files import read_small
 MOST_ROLLOUTS = 1_000_000
 # Of responses to held-out problems, a third of it comes on top, and so it does of pictures.
 CHARACTERS = 24_000_000
-# Metrics beyond these are left out, and first those of workers from the 65th on: they are two for each.
+# Metrics beyond these are left out.
 _MOST_METRICS = 500
-_FURTHER_WORKERS = re.compile(r"workers/[a-z_]+_(6[4-9]|[7-9]\d|\d{3,})")
 UNKNOWN, ENDED, CUT_OFF, FAILED = range(4)
 
 
@@ -94,11 +92,7 @@ class RunReader:
             self._held_out.take(row)
 
     def _take_metrics(self, row: dict[str, Any]) -> None:
-        numbers = {
-            name: number(value)
-            for name, value in row.items()
-            if name != "step" and not _FURTHER_WORKERS.fullmatch(name)
-        }
+        numbers = {name: number(value) for name, value in row.items() if name != "step"}
         for name in numbers:
             if name not in self._metrics and len(self._metrics) < _MOST_METRICS:
                 self._metrics[name] = array("d", [math.nan]) * len(self._steps)

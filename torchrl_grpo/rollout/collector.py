@@ -302,12 +302,13 @@ class Collector:
             "workers/score_s": stats["score_seconds"] - before["score_seconds"],
             "workers/restarts": stats["restarts"],
             "workers/queue": stats["queue"],
-            **{f"workers/tokens_per_s_{number}": sampled / span for number, sampled in enumerate(tokens)},
-            # Four digits, as there may be hundreds. A call counts when it ends, and may have begun before.
-            **{
-                f"workers/busy_share_{number}": min(1.0, round(seconds / span, 4))
-                for number, seconds in enumerate(busy)
-            },
+            "workers/tokens_per_s": sum(tokens) / count / span,
+            "workers/tokens_per_s_min": min(tokens) / span,
+            "workers/tokens_per_s_max": max(tokens) / span,
+            "workers/slowest": tokens.index(min(tokens)),
+            # A call counts when it ends, and may have begun before.
+            "workers/busy_share_min": min(1.0, min(busy) / span),
+            "workers/busy_share_max": min(1.0, max(busy) / span),
         }
 
     def _worker_stats(self) -> dict[str, Any]:

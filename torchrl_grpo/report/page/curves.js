@@ -18,7 +18,7 @@ const PANELS = [
   { title: "Memory, GiB", match: /^memory\// },
   { title: "Age of the weights that sampled, rounds", match: /^policy\/(age_mean|age_max|mixed)$/ },
   { title: "Tokens per second", match: /^throughput\/(generated|trained)_tokens_per_s$|^workers\/tokens_per_s_/ },
-  { title: "Workers", match: /^workers\/(busy_share|overlap|queue|restarts)$/ },
+  { title: "Workers", match: /^workers\/(busy_share(_min|_max)?|overlap|queue|restarts)$/ },
   { title: "Episodes", match: /^episode\/(turns|tool_)/ },
   { title: "Data", match: /^data\// },
 ];

@@ -12,9 +12,6 @@ const PHASES = [
   ["time/other_s", ["other"], "other", "#667080"],
 ];
 
-// The reader of a run keeps the metrics of as many.
-const MOST_WORKERS = 64;
-
 class Timeline {
   constructor(run) {
     this.run = run;
@@ -33,7 +30,7 @@ class Timeline {
     this.from = field("time-from", Math.max(1, last - 14));
     this.to = field("time-to", last);
     this.tracks = h("div", { id: "tracks" });
-    const ofWorkers = metrics["workers/busy_share"] ? ` A bar of a worker is a share and not a moment: it is as high as the share of time in which the worker generated, and as wide as the time that the share is of. The first ${MOST_WORKERS} have lanes.` : "";
+    const ofWorkers = metrics["workers/busy_share"] ? ` A bar of workers is a share and not a moment: it is as high as the share of time in which they generated, on average, and as wide as the time that the share is of.` : "";
     this.element.append(h("p", { className: "note" }, `Phases of the trainer's first process and what it calls, end to end. Other ranks train in the same phases, and their times are not measured. Hatched is idle. Checkpoints are written between steps and are not measured.${ofWorkers}`),
       h("div", { className: "filters" }, h("label", {}, "steps ", this.from), h("label", {}, "to ", this.to)), this.tracks);
     this.draw();
@@ -49,7 +46,6 @@ class Timeline {
       if (!lanes.has(lane)) lanes.set(lane, []);
       lanes.get(lane).push({ start, length, color, title, share });
     };
-    const workers = Object.keys(metrics).filter((name) => /^workers\/busy_share(_\d+)?$/.test(name));
     let clock = 0;
     // Up to here workers were measured.
     let measured = 0;
@@ -66,14 +62,12 @@ class Timeline {
       clock = Math.max(clock, begin + value("time/step_s", at));
       // Its workers are measured when a round is there and prepared, since the round before.
       const end = begin + value("time/wait_s", at) + value("time/prepare_s", at);
-      const present = workers.filter((name) => metrics[name][at] >= 0);
-      for (const name of present) {
-        const number = name.slice("workers/busy_share_".length), lane = number ? `worker ${number}` : "workers, mean";
-        const rate = metrics[number ? `workers/tokens_per_s_${number}` : "throughput/generated_tokens_per_s"]?.[at];
-        const share = metrics[name][at];
-        put(lane, measured, end - measured, "#2563a8", `${lane}, up to the round of step ${steps[at]}: busy ${digits(share * 100, 3)} % of the time, ${digits(rate)} tokens/s`, share);
+      const share = metrics["workers/busy_share"]?.[at];
+      if (share >= 0) {
+        const of = (name, scale = 1) => digits(metrics[`workers/${name}`]?.[at] * scale, 3);
+        put("workers, mean", measured, end - measured, "#2563a8", `workers, up to the round of step ${steps[at]}: busy ${digits(share * 100, 3)} % of the time, the least busy ${of("busy_share_min", 100)} %, the busiest ${of("busy_share_max", 100)} %; the slowest is worker ${of("slowest")} with ${of("tokens_per_s_min")} tokens/s, on average ${of("tokens_per_s")}`, share);
+        measured = end;
       }
-      if (present.length) measured = end;
     }
     for (const [lane] of [...lanes].filter(([name]) => name.startsWith("worker"))) put(lane, measured, clock - measured, "var(--soft)", "measured with the next round", null);
     const position = (part) => `${(100 * part) / (clock || 1)}%`;
