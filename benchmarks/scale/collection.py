@@ -241,17 +241,19 @@ def _draws(problems: int) -> float:
 PARTS = {
     "dispatcher": Part(
         "dispatcher, a round", "groups", (256, 1_024, 4_096), _dispatcher,
-        microseconds, "µs a group", target=300,
+        microseconds, "µs a group", target=300, repeats=3,
     ),
     "rewards": Part(
         "a reward of 50 ms for a group, 16 workers", "responses", (1_024,), _rewards,
         lambda size, cost: size / cost, "responses/s",
     ),
     "checkpoint": Part(
-        "workers stopped by a checkpoint", "tokens", (200_000, 2_000_000), _frozen, total, "s", target=0.3
+        "workers stopped by a checkpoint", "tokens", (500_000, 2_000_000), _frozen,
+        total, "s", target=0.3, repeats=3,
     ),
     "resume": Part(
-        "waiting groups resumed", "tokens", (200_000, 2_000_000), _resume, total, "s", target=3.0
+        "waiting groups resumed", "tokens", (500_000, 2_000_000), _resume,
+        total, "s", target=3.0, repeats=3,
     ),
     "packing": Part(
         "first-fit decreasing", "groups", (1_024, 4_096, 16_384), _packing, total, "s"

@@ -26,8 +26,20 @@ _SMALL = {
 @pytest.mark.parametrize("name", _SMALL)
 def test_a_part_can_be_measured_at_small_sizes(name: str) -> None:
     part = {**servers.PARTS, **collection.PARTS, **rounds.PARTS}[name]
-    result = replace(part, sizes=_SMALL[name]).run()
+    result = replace(part, sizes=_SMALL[name], repeats=1).run()
     assert all(cost > 0 for cost in result["costs"])
+
+
+def test_sizes_take_turns_and_the_least_cost_of_each_counts() -> None:
+    costs, measured = [2.0, 8.0, 1.0, 9.0], list[int]()
+
+    def measure(size: int) -> float:
+        measured.append(size)
+        return costs[len(measured) - 1]
+
+    part = Part("sorting", "rows", (1, 4), measure, microseconds, "µs a row", repeats=2)
+    assert part.run()["costs"] == [1.0, 8.0]
+    assert measured == [1, 4, 1, 4]
 
 
 def test_the_table_has_costs_and_the_power_with_which_they_grow() -> None:
