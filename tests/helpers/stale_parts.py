@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +22,17 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Fault:
-    """The tensor ``name`` partly stays ``old``, as it was, or two of its rows change places."""
+    """A part of each tensor that ``old`` names stays as it is there, or two of its rows change places."""
 
-    name: str
     part: str
-    old: Tensor
+    old: Mapping[str, Tensor]
 
     def applied(self, name: str, tensor: Tensor) -> Tensor:
         """What arrives where ``tensor`` is sent under ``name``."""
-        if name != self.name:
+        if name not in self.old:
             return tensor
         spoiled = tensor.clone()
-        rows, old = spoiled.view(-1, tensor.shape[-1]), self.old.view(-1, tensor.shape[-1])
+        rows, old = spoiled.view(-1, tensor.shape[-1]), self.old[name].view(-1, tensor.shape[-1])
         if self.part == "tensor":
             rows.copy_(old)
         elif self.part == "row":
@@ -80,19 +79,18 @@ def every_part(publisher: WeightPublisher) -> Cases:
     ]
 
 
-def share_of(cases: Cases, dtype: torch.dtype) -> Cases:
-    """A third of the cases; the three formats together have all of them, and each has all kinds of parts."""
-    number, formats = FORMATS.index(dtype), len(FORMATS)
-    # Three parts of a tensor follow each other, so each three begin with another format.
-    return [case for index, case in enumerate(cases) if (index + index // formats) % formats == number]
-
-
 def of_each_kind(cases: Cases) -> Cases:
     """A tensor of each kind, as it is in all layers, with one part: another part for the next kind."""
     kinds: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for name, part in cases:
         kinds.setdefault(tuple(p for p in name.split(".") if not p.isdigit()), []).append((name, part))
     return [of_kind[number % len(of_kind)] for number, of_kind in enumerate(kinds.values())]
+
+
+def held_by(publisher: WeightPublisher, names: Sequence[str]) -> dict[str, Tensor]:
+    """Copies of published tensors, as the engine has them."""
+    weights = dict(named_weights(publisher.model))
+    return {name: weights[name].detach().to(publisher.engine_dtype).clone() for name in names}
 
 
 def assert_each_is_found(
@@ -111,13 +109,40 @@ def assert_each_is_found(
         cases: tensors and parts.
         move: changes every published number.
     """
-    assert cases
+    _assert_found(publisher, step, plant, [([name], part) for name, part in cases], move)
+
+
+def assert_all_are_found(
+    publisher: WeightPublisher,
+    step: Callable[[int], object],
+    plant: Callable[[Fault | None], object],
+    move: Callable[[Any, int], None] = move_everything,
+) -> None:
+    """As :func:`assert_each_is_found`, with a part of all tensors at a time.
+
+    As many tensors must be wrong as have a fault, so the fault of each is found, whatever the number of
+    tensors, with a publication for each kind of part.
+    """
+    cases = every_part(publisher)
+    together = [([name for name, part in cases if part == kind], kind) for kind in PARTS]
+    _assert_found(publisher, step, plant, together, move)
+
+
+def _assert_found(
+    publisher: WeightPublisher,
+    step: Callable[[int], object],
+    plant: Callable[[Fault | None], object],
+    faults: Sequence[tuple[list[str], str]],
+    move: Callable[[Any, int], None],
+) -> None:
+    assert faults
     count = len(dict(named_weights(publisher.model)))
-    for number, (name, part) in enumerate(cases):
-        old = dict(named_weights(publisher.model))[name].detach().to(publisher.engine_dtype).clone()
+    for number, (names, part) in enumerate(faults):
+        old = held_by(publisher, names)
         move(publisher.model, number)
-        plant(Fault(name, part, old))
-        with pytest.raises(UserError, match=rf"1 of {count} tensors .* first is {name}: "):
+        plant(Fault(part, old))
+        wrong = rf"{len(names)} of {count} tensors .* first is {min(names)}: "
+        with pytest.raises(UserError, match=rf"(?<!\d){wrong}"):
             step(1)
     plant(None)
     step(2)
