@@ -19,7 +19,7 @@ import pytest
 import torch
 from batches import END, PAD, make_model
 from faulty_worker import FaultyActor, OneWorker
-from forked import ForkedPopen
+from forked import FORKING_LAUNCH, ForkedPopen, run_script
 from publishers import make_publisher
 from stale_parts import Fault, assert_all_are_found, assert_each_is_found, every_part, of_each_kind
 from tiny_vlm import build_tiny_vlm
@@ -85,19 +85,13 @@ def orphans() -> Iterator[list[psutil.Process]]:
     assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
 
 
-Running = subprocess.Popen[bytes] | ForkedPopen
-
-
 @contextlib.contextmanager
-def started(
-    repo_root: Path, folder: Path, *words: str, launch: type[Running] = ForkedPopen
-) -> Iterator[Running]:
-    """Start grpo-async.py: in a fork, whose imports are done, or as a user does (``subprocess.Popen``)."""
+def started(repo_root: Path, folder: Path, *words: str) -> Iterator[ForkedPopen]:
+    """Start grpo-async.py in a fork, whose imports are done, and so are those of the ranks that it starts."""
     script = repo_root / "sota-implementations" / "grpo" / "grpo-async.py"
     with (folder / "output.txt").open("ab") as output:
-        process = launch(
-            [sys.executable, str(script), *words], cwd=folder, stdout=output, stderr=subprocess.STDOUT
-        )
+        command = [sys.executable, str(FORKING_LAUNCH), str(script), *words]
+        process = ForkedPopen(command, cwd=folder, stdout=output)
         try:
             yield process
         finally:
@@ -106,7 +100,7 @@ def started(
             process.wait()
 
 
-def wait_for(process: Running, path: Path, lines: int) -> list[psutil.Process]:
+def wait_for(process: ForkedPopen, path: Path, lines: int) -> list[psutil.Process]:
     """Wait until a file has so many lines; the processes below the run then."""
     end = time.monotonic() + 240
     while not path.exists() or path.read_text().count("\n") < lines:
@@ -117,7 +111,7 @@ def wait_for(process: Running, path: Path, lines: int) -> list[psutil.Process]:
     return family(process.pid)
 
 
-def everybody_until_the_end(process: Running) -> list[psutil.Process]:
+def everybody_until_the_end(process: ForkedPopen) -> list[psutil.Process]:
     """Wait for the run's end; the processes that were below it at any time, replacements too."""
     seen: dict[int, psutil.Process] = {}
     end = time.monotonic() + 400
@@ -220,25 +214,28 @@ def test_a_path_that_is_too_long_for_sockets_of_ray(tmp_path: Path, monkeypatch:
         monkeypatch.delenv(name)
 
 
-def test_ray_leaves_terminations_to_the_run() -> None:
-    """Ray sets handlers when it starts, and takes away any handler when it ends, also one of the run."""
-    code = """if True:
-        import signal
-        from torchrl_grpo.config import Config
-        from torchrl_grpo.rollout.workers import ray_pool
-        from torchrl_grpo.runtime.interrupts import Terminated, raise_terminations
+TERMINATED = """
+import signal
+from torchrl_grpo.config import Config
+from torchrl_grpo.rollout.workers import ray_pool
+from torchrl_grpo.runtime.interrupts import Terminated, raise_terminations
 
-        with raise_terminations():
-            ray_pool._connect(Config(), 1, [])
-            for leave in (lambda: None, ray_pool._disconnect):
-                leave()
-                try:
-                    signal.raise_signal(signal.SIGTERM)
-                except Terminated:
-                    print("terminated")
-        signal.raise_signal(signal.SIGTERM)
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+with raise_terminations():
+    ray_pool._connect(Config(), 1, [])
+    for leave in (lambda: None, ray_pool._disconnect):
+        leave()
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Terminated:
+            print("terminated", flush=True)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_ray_leaves_terminations_to_the_run(tmp_path: Path) -> None:
+    """Ray sets handlers when it starts, and takes away any handler when it ends, also one of the run."""
+    (tmp_path / "terminated.py").write_text(TERMINATED)
+    done = run_script([tmp_path / "terminated.py"])
     assert done.stdout.count("terminated\n") == 2, done.stderr
     assert done.returncode == -signal.SIGTERM
 
@@ -363,9 +360,7 @@ def test_a_worker_proves_the_weights_that_a_group_of_processes_sends(tmp_path: P
     """The channel that takes NCCL on GPUs, with gloo in its place."""
     with worker_of(two_nodes, tmp_path, "nccl") as (worker, publisher):
         publisher.verify_at_start(0)
-        cases = of_each_kind(every_part(publisher))
-        assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
-        publisher.publish(1)
+        assert_all_are_found(publisher, publisher.publish, worker.plant)
         assert publisher.unreadable == []
         # A worker that is started again joins a new group.
         worker.pool.kill(0)
@@ -418,7 +413,7 @@ def test_vllm_takes_weights_in_flight_from_two_training_ranks(
     small += ["inference_model.dtype=bfloat16", "train_model.autocast=bf16", "train.total_dialog_turns=64"]
     more = ["collector.max_policy_age=2", "hydra.run.dir=run"]
     more += ["train.checkpoint_frequency=0"]
-    with started(repo_root, tmp_path, *words, *small, *more, launch=subprocess.Popen) as process:
+    with started(repo_root, tmp_path, *words, *small, *more) as process:
         assert process.wait(timeout=580) == 0, output(tmp_path)
     assert "one worker, a process of its own" in output(tmp_path)
     found = summary(run)
