@@ -59,12 +59,16 @@ _PRELOADED = [
     "matplotlib.backends.backend_agg",
     "deepspeed",
 ]
+# What the engine imports when it starts.
+_PRELOADED_OF_VLLM = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def preload_vllm() -> None:
     """Import vLLM too, unless a script has been forked already. It takes eight seconds of a core."""
-    _CONTEXT.set_forkserver_preload([*_PRELOADED, "torchrl_grpo.inference.vllm_engine"])
+    # As the engine does before it imports vLLM.
+    _ENVIRONMENT["VLLM_CONFIGURE_LOGGING"] = "0"
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, *_PRELOADED_OF_VLLM])
 
 
 class Finished(subprocess.CompletedProcess[str]):
