@@ -26,7 +26,7 @@ from stale_parts import (
 from tiny_model import build_tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from vllm_arguments import TINY_ENGINE, import_here
+from vllm_arguments import TINY_ENGINE, import_here, keep_heap
 
 from torchrl_grpo.config.schema import LoraConfig
 from torchrl_grpo.errors import ModelError, UserError
@@ -100,6 +100,7 @@ def save_model(family: str, folder: Path) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
     import_here(model)
+    keep_heap()
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from forking_serve import forking_words
 from picture_prompts import log_probs_of, prompts_of, sampling, scores
 from publishers import make_publisher
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
 from tiny_vlm import build, build_tiny_vlm
-from vllm_arguments import ON_A_CPU
+from vllm_arguments import ON_A_CPU, keep_heap
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import KEY_VARIABLE
@@ -37,6 +39,7 @@ def served(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerEng
     """A server of a model, and its engine."""
     sizes = {name: value for name, value in _SIZES.items() if name != "device"}
     launch = vllm_launch(str(model), vllm_arguments(on_cpu=True, **sizes), on_cpu=True)
+    launch = dataclasses.replace(launch, words=forking_words(launch.words))
     process = ServerProcess(VLLM, launch, environment={"OMP_NUM_THREADS": "1"}, log=folder / "server.log")
     try:
         process.wait_until_ready(300)
@@ -71,6 +74,7 @@ def check(engine: SteppingEngine, family: str) -> None:
 def test_vllm_in_the_process_samples_what_the_trainer_scores(tmp_path: Path) -> None:
     """vLLM's own class of LLaVA needs torchvision, so vLLM computes with that of transformers."""
     build_tiny_vlm(tmp_path, "llava")
+    keep_heap()
     engine = VLLMEngine(str(tmp_path), **_SIZES, engine_args={"model_impl": "transformers"})
     try:
         check(engine, "llava")
