@@ -18,7 +18,7 @@ from publishers import Direct
 from torch import Tensor
 from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from vllm_arguments import ON_A_CPU, TINY_ENGINE
+from vllm_arguments import ON_A_CPU, TINY_ENGINE, keep_heap
 
 from torchrl_grpo.batch.schema import build_batch, collate
 from torchrl_grpo.envs.chat import render
@@ -34,15 +34,22 @@ from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-EPISODES = 12
+EPISODES = 8
 QUESTIONS = ("What is 3 + 4?", "Name a color, please.", "Who wrote Hamlet? Answer in one word.")
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
 def engine(smollm2_dir: Path, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
+    keep_heap()
     engine = VLLMEngine(str(smollm2_dir), dtype=request.param, max_model_len=256, max_num_seqs=16, **ON_A_CPU)
     yield engine
     engine.close()
+
+
+# What follows from a log-probability being right in either format is tried in the one that is tighter, and
+# faults of tensors, which test_vllm_families.py tries in all formats, in the other.
+in_float32 = pytest.mark.parametrize("engine", [torch.float32], indirect=True)
+in_bfloat16 = pytest.mark.parametrize("engine", [torch.bfloat16], indirect=True)
 
 
 def test_float32_is_float32_in_kernels_of_triton_too(engine: VLLMEngine) -> None:
@@ -135,6 +142,7 @@ def test_a_token_of_the_request_ends_a_response(engine: VLLMEngine, prompts: lis
     assert found["a"].finish_reason == "stop"
 
 
+@in_float32
 def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
     engine: VLLMEngine, trained: Trained, smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,8 +167,7 @@ def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
             tokens["prompt"], masks["prompt"], tokens["response"], masks["response"]
         )
     gap = (scores.log_probs - batch["log_probs", "response"])[masks["sampled"]].abs()
-    assert gap.max() < (2e-3 if engine.dtype is torch.float32 else 1.0)
-    assert gap.mean() < (1e-4 if engine.dtype is torch.float32 else 0.1)
+    assert gap.max() < 2e-3 and gap.mean() < 1e-4
 
 
 def test_publications_pass_and_change_the_answers(engine: VLLMEngine, trained: Trained) -> None:
@@ -226,6 +233,7 @@ class ForgetsTheCache(VLLMEngine):
 
 
 # Every fault of a tensor is tried at both moments with tiny models of ten families: test_vllm_families.py.
+@in_bfloat16
 @pytest.mark.parametrize(
     ("sabotage", "moment", "message"),
     [
@@ -257,6 +265,7 @@ def test_a_sabotaged_engine_is_stopped(
             step(1)
 
 
+@in_bfloat16
 @pytest.mark.parametrize("kind", ["skip", "stale"])
 def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
     trained: Trained, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -297,7 +306,7 @@ def test_a_prompt_that_is_computed_in_several_steps_gets_the_tokens_of_its_seed(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of four prompts of 12 tokens, a step computes one and a part of the next. The cache holds two responses:
-    # the other two wait, and are computed again with what they have.
+    # the other two wait, and are computed again with what they have. A block has 32 tokens.
     sizes = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 6}
     engine = VLLMEngine(str(tiny_model_dir), dtype=torch.float32, **{**TINY_ENGINE, "engine_args": sizes})
     scheduler: Any = engine.llm.llm_engine.engine_core.engine_core.scheduler
@@ -310,11 +319,11 @@ def test_a_prompt_that_is_computed_in_several_steps_gets_the_tokens_of_its_seed(
     monkeypatch.setattr(scheduler, "_preempt_request", record)
     prompts = [list(range(first, first + 12)) for first in (5, 25, 45, 65)]
     seeds = [11, 22, 33, 44]
-    together = engine.generate(prompts, Sampling(1, 50, 1.0, seeds))
+    together = engine.generate(prompts, Sampling(1, 26, 1.0, seeds))
     assert max(preempted) > 4, "it is computed again in more than one step"
     for prompt, seed, found in zip(prompts, seeds, together, strict=True):
         engine.reset_cache()
-        assert engine.generate([prompt], Sampling(1, 50, 1.0, [seed]))[0][0].token_ids == found[0].token_ids
+        assert engine.generate([prompt], Sampling(1, 26, 1.0, [seed]))[0][0].token_ids == found[0].token_ids
     engine.close()
 
 
@@ -325,6 +334,8 @@ def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -
     for enforce_eager in (False, True):
         arguments = {**TINY_ENGINE, "seed": 0, "enforce_eager": enforce_eager}
         engine = VLLMEngine(str(tiny_model_dir), dtype=torch.float32, **arguments)
+        # The model has been compiled. Helpers of the sampler would be, too, for 20 s, and know no model.
+        engine._eager = True
         # Compiled, and with weights published to it, as in a sweep.
         sent = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
         weights = {name: parameter.detach() for name, parameter in sent.named_parameters()}
