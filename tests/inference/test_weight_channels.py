@@ -267,6 +267,8 @@ def test_a_trial_finds_out_before_the_first_weights_whether_they_would_arrive(
     takes: dict[Any, Any] = {name: partial(take, server) for name, server in servers.items()}
     if wrong and not isinstance(link.carrier._channel, SharedHalves):
         takes["b"] = refuses
+        # The trainer waits for it.
+        monkeypatch.setattr(link.carrier._channel, "_timeout_s", 1.0)
     error = trial.trial_error(link.carrier, takes, link.devices[0])
     if wrong:
         assert isinstance(error, RuntimeError) and not isinstance(error, TransferPostponed)
