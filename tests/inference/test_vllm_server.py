@@ -19,7 +19,7 @@ from server_faults import assert_faults_are_found
 from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
-from vllm_arguments import ON_A_CPU
+from vllm_arguments import ON_A_CPU, keep_heap
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import KEY_VARIABLE
@@ -91,6 +91,7 @@ def test_a_server_generates_what_an_engine_in_the_process_does(
     engine: ServerEngine, tiny_model_dir: Path, config: Config, train: Runner, process: ServerProcess,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
+    keep_heap()
     sampling = Sampling(3, 20, 0.7, seeds=[11, 22, 33])
     # It computes all prompts in one step.
     inside = VLLMEngine(str(tiny_model_dir), **ON_A_CPU, **SIZES)
@@ -101,7 +102,8 @@ def test_a_server_generates_what_an_engine_in_the_process_does(
             assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     inside.close()
-    # And so do whole runs.
+    # And so do whole runs, also after a publication.
+    config.train.total_dialog_turns, config.eval.num_problems = 32, 0
     config.inference_model.backend = "vllm"
     train("inside")
     monkeypatch.setenv(KEY_VARIABLE, process.key)
