@@ -38,10 +38,11 @@ def sampled(folder: Path) -> list[str]:
 
 
 # With an address of a cluster engines are workers; here they are threads all the same.
-ONE_WORKER = {"ray__address": "auto"}
+ONE_WORKER: dict[str, Any] = {"ray__address": "auto"}
+ONE_ENGINE: dict[str, Any] = {"ray__address": None}
 SETTINGS = [
     {},
-    {"train__optim_batch_size": 4, "train__epochs": 2, "train__total_dialog_turns": 32},
+    {"train__optim_batch_size": 8, "train__epochs": 2, "train__total_dialog_turns": 32},
     {"policy__constant_groups": "refill", "policy__max_refills": 9},
     {"policy__kl_coef": 0.1, "eval__pass_at_k": 2},
 ]
@@ -49,15 +50,22 @@ NAMES = ["plain", "several steps a round", "refilled", "reference"]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
-def test_workers_in_turn_are_one_engine_line_by_line(
+def test_workers_in_turn_are_one_engine_line_by_line_also_when_one_continues_the_other(
     train: Runner, tmp_path: Path, pools: list[LocalPool], settings: dict[str, Any]
 ) -> None:
-    one = train("one", **settings)
+    # The resumed runs write no checkpoint at the steps of these, so one that changed its run would be seen.
+    one = train("one", train__checkpoint_frequency=2, checkpoint__keep=99, **settings)
     assert not pools
     other = train("worker", **ONE_WORKER)
     assert pools[-1].calls and pools[-1].closed
     assert comparable(other) == comparable(one)
     assert sampled(tmp_path / "worker") == sampled(tmp_path / "one")
+    for name, engine in (("one", ONE_WORKER), ("worker", ONE_ENGINE)):
+        kept = str(tmp_path / name / "checkpoints/2")
+        resumed = train(name, resume=kept, train__checkpoint_frequency=0, **engine)
+        assert comparable(resumed) == comparable(one)
+        assert json.loads((tmp_path / name / "summary.json").read_text())["steps"] == len(one) - 1
+    assert len(pools) == 2
 
 
 @pytest.mark.float32
@@ -73,32 +81,12 @@ def test_two_workers_in_turn_sample_what_one_engine_samples(
     )
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
-@pytest.mark.parametrize("moves_out", [True, False])
-def test_a_run_goes_on_with_its_engine_in_another_process(
-    train: Runner,
-    config: Any,
-    tmp_path: Path,
-    pools: list[LocalPool],
-    settings: dict[str, Any],
-    moves_out: bool,
-) -> None:
-    whole = train("whole", **settings)
-    here: dict[str, Any] = {"ray__address": None}
-    before, after = (here, ONE_WORKER) if moves_out else (ONE_WORKER, here)
-    train("run", train__checkpoint_frequency=2, checkpoint__keep=99, **before)
-    kept = tmp_path / "run/checkpoints/2"
-    resumed = train("run", resume=str(kept), **after)
-    assert comparable(resumed) == comparable(whole)
-    books = json.loads((tmp_path / "run/summary.json").read_text())
-    assert books["steps"] == len(whole) - 1
-
-
 def test_a_run_that_ran_ahead_does_not_go_on_in_turn(
     train: Runner, config: Any, tmp_path: Path, pools: list[LocalPool]
 ) -> None:
     config.collector.max_policy_age, config.train.checkpoint_frequency, config.checkpoint.keep = 1, 2, 99
     config.policy.proximal = "engine"
+    config.train.total_dialog_turns = 48
     run_async(config, tmp_path / "run")
     for settings in ({}, ONE_WORKER):
         with pytest.raises(CheckpointError, match=r"grpo-async\.py"):
@@ -109,16 +97,16 @@ def test_a_run_that_was_in_turn_does_not_begin_to_run_ahead(
     train: Runner, config: Any, tmp_path: Path, pools: list[LocalPool]
 ) -> None:
     config.policy.proximal = "engine"
-    train("run", train__checkpoint_frequency=2, checkpoint__keep=99, **ONE_WORKER)
-    config.resume, config.collector.max_policy_age = str(tmp_path / "run/checkpoints/2"), 1
+    turns: dict[str, Any] = {"train__total_dialog_turns": 32}
+    train("run", train__checkpoint_frequency=1, checkpoint__keep=99, **turns, **ONE_WORKER)
+    config.resume, config.collector.max_policy_age = str(tmp_path / "run/checkpoints/1"), 1
     with pytest.raises(CheckpointError, match=r"started with grpo\.py"):
         run_async(config, tmp_path / "run")
 
 
 @pytest.mark.float32
-@pytest.mark.parametrize("last", [1, 2, 3])
 def test_what_dead_workers_had_begun_is_begun_anew_by_one_engine(
-    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train("whole", eval__num_problems=0)
     worked: list[int] = []
@@ -126,14 +114,17 @@ def test_what_dead_workers_had_begun_is_begun_anew_by_one_engine(
     def dies(number: int, method: str, count: int) -> None:
         if method == "work" and number == 1:
             worked.append(count)
-            if len(worked) > last:
+            if len(worked) > 1:
                 # The other worker's share of the round is there by then, or is not.
                 raise RuntimeError("device lost")
 
     monkeypatch.setattr(build, "build_ray_workers", collect_locally([], fault=dies))
-    with pytest.raises(WorkersLost, match="device lost"):
-        train("run", collector__max_restarts=0, inference_model__num_devices=2)
-    steps = sorted(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir())
-    assert steps[-1] == last
+    # Workers that continue a run die in its next round.
+    for last, resume in ((1, None), (2, "auto"), (3, "auto")):
+        worked.clear()
+        with pytest.raises(WorkersLost, match="device lost"):
+            train("run", resume=resume, collector__max_restarts=0, inference_model__num_devices=2)
+        steps = sorted(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir())
+        assert steps[-1] == last
     train("run", resume="auto", inference_model__num_devices=1)
     assert sampled(tmp_path / "run") == sampled(tmp_path / "whole")
