@@ -46,7 +46,7 @@ def test_a_mixture_trains_is_measured_by_part_and_resumes(
     train_async: AsyncRunner,
     tmp_path: Path,
 ) -> None:
-    whole = train("whole", train__total_dialog_turns=128)
+    whole = train("whole", train__checkpoint_frequency=3, checkpoint__keep=9)
     rows = read(tmp_path / "whole/rollouts.jsonl")
     groups: dict[int, set[str]] = {}
     for row in rows:
@@ -62,10 +62,11 @@ def test_a_mixture_trains_is_measured_by_part_and_resumes(
     names = {"eval/accuracy", "eval/file/accuracy", "eval/chain_sum/accuracy"}
     assert names <= whole[0].keys() and whole[0]["eval/num_problems"] == 12
     assert any("reward/file/exact_match" in line for line in whole)
-    train("broken", train__checkpoint_frequency=3, checkpoint__keep=9)
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/3")) == whole
-    assert read(tmp_path / "broken/rollouts.jsonl") == rows
-    mixture.resume, mixture.train.checkpoint_frequency = None, 0
+    assert (
+        train("whole", resume=str(tmp_path / "whole/checkpoints/3"), train__checkpoint_frequency=0) == whole
+    )
+    assert read(tmp_path / "whole/rollouts.jsonl") == rows
+    mixture.resume = None
     apart = train_async("async", collector__max_policy_age=0)
     assert [{name: line[name] for name in one} for line, one in zip(apart, whole, strict=True)] == whole
 
@@ -77,12 +78,14 @@ def test_a_curriculum_resumes_and_is_the_same_with_workers(
     config.env.pass_rate_weights = [1.0, 2.0, 0.0]
     # Half of the responses of this model are right by this measure.
     config.reward.weights = {"bare_number": 2.0}
-    whole = train("whole", train__total_dialog_turns=96)
+    whole = train("whole", train__checkpoint_frequency=2, checkpoint__keep=9)
+    rows = read(tmp_path / "whole/rollouts.jsonl")
     assert 0 < whole[1]["data/seen"] < whole[-1]["data/seen"] < 1
     assert any(0 < line["data/pass_rate"] < 1 for line in whole[1:])
-    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/4")) == whole
-    assert read(tmp_path / "broken/rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
-    config.resume, config.train.checkpoint_frequency = None, 0
+    assert (
+        train("whole", resume=str(tmp_path / "whole/checkpoints/2"), train__checkpoint_frequency=0) == whole
+    )
+    assert read(tmp_path / "whole/rollouts.jsonl") == rows
+    config.resume = None
     apart = train_async("async", collector__max_policy_age=0)
     assert [{name: line[name] for name in one} for line, one in zip(apart, whole, strict=True)] == whole
