@@ -48,13 +48,10 @@ class Case:
 
 
 CASES = {
-    "bfloat16": Case(),
     "float32": Case(FLOAT32, autocast=None),
     "float16": Case(FLOAT16, autocast=torch.float16),
     "a GPU without bfloat16": Case(KL, capability=(7, 5), autocast=None),
-    "an engine on another GPU": Case(gpus=2),
     "a reference on the trainer's GPU": Case(KL),
-    "a reference on a third GPU": Case(KL, gpus=3),
     "two references": Case({**KL, "ref_model.num_devices": 2}, gpus=4),
     "a reference that follows": Case(
         {**KL, "ref_model.refresh_frequency": 1, "ref_model.refresh_mix": 0.5}, gpus=3
@@ -66,14 +63,21 @@ CASES = {
     "gradient checkpointing and a fused head": Case(
         {"train_model.gradient_checkpointing": True, "train_model.fused_head": True}
     ),
-    "prompts run once per response": Case({"train_model.shared_prefix": False}),
-    "attention with masks": Case({"train_model.prefix_attention": "dense"}),
-    "a bonus for entropy": Case({"policy.entropy_coef": 0.01, "policy.entropy_target": 3.0}),
-    "an engine that sleeps": Case({"inference_model.sleep": True}),
+    "prompts run once per response, and an engine that sleeps": Case(
+        {"train_model.shared_prefix": False, "inference_model.sleep": True}
+    ),
+    "a bonus for entropy, micro-batches, and pass@k": Case(
+        {
+            "policy.entropy_coef": 0.01,
+            "policy.entropy_target": 3.0,
+            "train.gradient_accumulation_steps": 2,
+            "eval.pass_at_k": 2,
+        }
+    ),
     "MaxEnt": Case({**KL, "policy.advantage_estimator": "maxent", "policy.kl_in": "weights"}, gpus=3),
-    "a penalty in the reward": Case({**KL, "policy.kl_in": "reward"}, gpus=3),
-    "pass@k": Case({"eval.pass_at_k": 2}),
-    "micro-batches": Case({"train.gradient_accumulation_steps": 2}),
+    "a penalty in the reward, and attention with masks": Case(
+        {**KL, "policy.kl_in": "reward", "train_model.prefix_attention": "dense"}, gpus=3
+    ),
 }
 
 
