@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 # These functions only select from their operands. Casting the result is cheaper than casting a whole matrix.
 _PICK = {
@@ -42,12 +41,15 @@ class Upcast(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].to(self._wide(torch.get_default_dtype()))
-        return func(*tree_map(self._cast, args), **tree_map(self._cast, kwargs))
+        return func(*self._cast(args), **{name: self._cast(value) for name, value in kwargs.items()})
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize else dtype
 
     def _cast(self, value: Any) -> Any:
+        # torch's tree_map takes longer than most operations of a trial.
+        if type(value) in (tuple, list):
+            return type(value)(map(self._cast, value))
         if isinstance(value, torch.dtype):
             return self._wide(value)
         if isinstance(value, Tensor) and self._wide(value.dtype) != value.dtype:
