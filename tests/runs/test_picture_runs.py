@@ -89,11 +89,12 @@ def test_family_that_cannot_share_prompts_computes_them_apart(train: Runner, tmp
 
 
 def test_resumed_run_is_the_uninterrupted_run(train: Runner, tmp_path: Path) -> None:
-    settings = {"train__optim_batch_size": 4, "train__epochs": 2, "eval__frequency": 0}
-    whole = train("whole", **settings)
-    assert train("broken", train__checkpoint_frequency=3, checkpoint__keep=9) == whole
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/3")) == whole
-    assert read(tmp_path / "broken/rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
+    settings = {"train__optim_batch_size": 8, "train__epochs": 2, "eval__frequency": 0}
+    whole = train("run", train__checkpoint_frequency=3, checkpoint__keep=9, **settings)
+    rollouts = read(tmp_path / "run/rollouts.jsonl")
+    # In the middle of the first round. One that changed the run it was written in would be seen too.
+    assert train("run", resume=str(tmp_path / "run/checkpoints/3"), train__checkpoint_frequency=0) == whole
+    assert read(tmp_path / "run/rollouts.jsonl") == rollouts
 
 
 @pytest.mark.float32
@@ -118,20 +119,19 @@ def test_adapters_are_trained_where_they_shall_and_resumed(
     config.train_model.lora.rank, config.train_model.vision_tower = 2, trains_vision
     config.eval.frequency, config.optimizer.lr, config.train.optim_batch_size = 0, 3e-2, 8
     settings = {"policy__kl_coef": 0.1, "checkpoint__export_merged": True}
-    whole = train("whole", **settings)
+    whole = train("run", train__checkpoint_frequency=2, checkpoint__keep=9, **settings)
     first, _, third, last = without_eval(whole)
     assert first["kl/reference"] == pytest.approx(0.0, abs=1e-6) and last["kl/reference"] > 1e-5
     # The first step of a round has the weights that have sampled it.
     assert max(first["policy/logprob_diff"], third["policy/logprob_diff"]) < 1e-4
-    adapters = load_file(tmp_path / "whole/checkpoints/4/model/adapter_model.safetensors")
+    adapters = load_file(tmp_path / "run/checkpoints/4/model/adapter_model.safetensors")
     moved = {name for name, tensor in adapters.items() if "lora_B" in name and tensor.any()}
     assert moved == {name for name in adapters if "lora_B" in name}
     assert any("vision_model" in name for name in moved) == trains_vision
     assert any("connector" in name for name in moved) == trains_vision
-    assert train("broken", train__checkpoint_frequency=2, checkpoint__keep=9) == whole
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/2")) == whole
-    merged = str(tmp_path / "whole/checkpoints/4/merged")
-    config.train_model.lora.rank = 0
+    assert train("run", resume=str(tmp_path / "run/checkpoints/2"), train__checkpoint_frequency=0) == whole
+    merged = str(tmp_path / "run/checkpoints/4/merged")
+    config.train_model.lora.rank, config.train.total_dialog_turns = 0, 16
     train("next", model__name=merged, resume=None, checkpoint__export_merged=False)
 
 
