@@ -97,7 +97,7 @@ def test_metrics_are_those_of_solutions_and_the_model_is_evaluated(sft: Config, 
 
 
 @pytest.mark.float32
-def test_without_answers_the_loss_of_held_out_solutions_is_measured(
+def test_without_answers_the_loss_of_held_out_solutions_is_measured_also_by_a_resumed_run(
     sft: Config, train: Runner, tmp_path: Path
 ) -> None:
     rows = [{"question": f"{n} plus 1", "solution": f"It is {n + 1}, or {'so' * (n % 3)}"} for n in range(20)]
@@ -105,8 +105,9 @@ def test_without_answers_the_loss_of_held_out_solutions_is_measured(
     sft.reward.weights = {}
     with pytest.raises(ConfigError, match=r"train\.stop_at=20\.0: the loss .*; write train\.stop_at=-20$"):
         train("refused", train__stop_at=20.0)
-    whole = train("whole", train__stop_at=None)
-    held_out = read(tmp_path / "whole/evaluations.jsonl")
+    settings = {"train__checkpoint_frequency": 2, "checkpoint__keep": 9}
+    whole = train("run", train__stop_at=None, **settings)
+    held_out = read(tmp_path / "run/evaluations.jsonl")
     assert [row["step"] for row in held_out] == [step for step in (0, 2, 4) for _ in range(6)]
     tokenizer = AutoTokenizer.from_pretrained(sft.model.name)
     model = AutoModelForCausalLM.from_pretrained(sft.model.name, dtype=torch.float64)
@@ -120,20 +121,11 @@ def test_without_answers_the_loss_of_held_out_solutions_is_measured(
         assert row["tokens"] == len(answer)
     assert whole[0]["eval/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     assert whole[-1]["eval/loss"] < whole[0]["eval/loss"] and "eval/accuracy" not in whole[-1]
-    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/2")) == whole
-    assert read(tmp_path / "broken/evaluations.jsonl") == held_out
-
-
-@pytest.mark.float32
-def test_a_resumed_run_is_the_uninterrupted_run(sft: Config, train: Runner, tmp_path: Path) -> None:
-    whole = train("whole", train__checkpoint_frequency=0)
-    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/2")) == whole
-    texts = [
-        [row["response"] for row in read(tmp_path / name / "rollouts.jsonl")] for name in ("whole", "broken")
-    ]
-    assert texts[0] == texts[1] and len(set(texts[0])) > 4
+    rollouts = read(tmp_path / "run/rollouts.jsonl")
+    assert len({row["response"] for row in rollouts}) > 4
+    assert train("run", resume=str(tmp_path / "run/checkpoints/2"), train__checkpoint_frequency=0) == whole
+    assert read(tmp_path / "run/evaluations.jsonl") == held_out
+    assert read(tmp_path / "run/rollouts.jsonl") == rollouts
 
 
 @pytest.mark.float32
