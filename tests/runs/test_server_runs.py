@@ -85,10 +85,7 @@ def without_workers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.float32
-@pytest.mark.parametrize(("kind", "count"), [(FakeServer, 1), (FakeServer, 2), (FakeSGLang, 2)])
 def test_a_run_on_servers_is_the_run_of_an_engine_in_the_process(
-    kind: type[FakeServer],
-    count: int,
     config: Config,
     train_in_process: Runner,
     servers: Servers,
@@ -96,14 +93,17 @@ def test_a_run_on_servers_is_the_run_of_an_engine_in_the_process(
 ) -> None:
     expected = without_workers(train_in_process("alone"))
     assert any(line.get("optimizer/grad_norm") for line in expected)
-    servers.kind = kind
-    run(on(servers, config, count), tmp_path / "run")
-    assert texts(tmp_path / "run") == texts(tmp_path / "alone")
-    found = without_workers(read(tmp_path / "run/metrics.jsonl"))
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert all(server.requests.count(kind.generate_route) > 20 for server in servers.running)
+    for kind, count in ((FakeServer, 1), (FakeServer, 2), (FakeSGLang, 2)):
+        started = Servers(tmp_path / f"{kind.__name__}{count}", servers.model, servers.dtype, kind)
+        started.folder.mkdir()
+        on(started, config, count)
+        servers.running += started.running
+        run(config, started.folder / "run")
+        assert texts(started.folder / "run") == texts(tmp_path / "alone")
+        found = without_workers(read(started.folder / "run/metrics.jsonl"))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        assert all(server.requests.count(kind.generate_route) > 20 for server in started.running)
 
 
 def test_servers_collect_while_the_trainer_trains(config: Config, servers: Servers, tmp_path: Path) -> None:
@@ -216,8 +216,8 @@ def test_a_run_with_another_model_than_its_server_is_refused(
         run(config, tmp_path / "refused")
     # It lives on, and serves its own model: also that of a run that is resumed.
     config.model.name = str(servers.model)
-    config.train.checkpoint_frequency = 1
+    config.train.checkpoint_frequency, config.train.total_dialog_turns = 1, 32
     run(config, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/4")
+    shutil.rmtree(tmp_path / "run/checkpoints/2")
     run(replace(config, resume=str(tmp_path / "run")), tmp_path / "run")
-    assert len(read(tmp_path / "run/metrics.jsonl")) == 5
+    assert len(read(tmp_path / "run/metrics.jsonl")) == 3
