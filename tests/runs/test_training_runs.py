@@ -57,32 +57,34 @@ def test_threads_of_one_job_do_not_stay_for_the_next_of_a_sweep(train: Runner) -
 
 
 def test_sleeping_engine_changes_no_number(train: Runner) -> None:
-    assert train("awake") == train("asleep", inference_model__sleep=True)
+    awake = train("awake", train__total_dialog_turns=32)
+    assert awake == train("asleep", inference_model__sleep=True)
 
 
 @pytest.mark.float32
-@pytest.mark.parametrize("pieces", [2, 4, 8])
-def test_micro_batches_change_nothing_but_rounding(train: Runner, pieces: int) -> None:
-    whole = train("whole", train__total_dialog_turns=16, optimizer__lr=1e-4)
-    cut = train("cut", train__gradient_accumulation_steps=pieces)
-    for name, value in without_eval(whole)[0].items():
-        assert without_eval(cut)[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+def test_micro_batches_change_nothing_but_rounding(train: Runner) -> None:
+    settings = {"train__total_dialog_turns": 16, "optimizer__lr": 1e-4, "eval__num_problems": 0}
+    (whole,) = without_eval(train("whole", **settings))
+    for pieces in (2, 4, 8):
+        (cut,) = without_eval(train(f"{pieces}", train__gradient_accumulation_steps=pieces))
+        for name, value in whole.items():
+            assert cut[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(
     train: Runner, tmp_path: Path
 ) -> None:
-    settings = {"train__optim_batch_size": 4, "train__epochs": 2, "train__total_dialog_turns": 32}
+    settings = {"train__optim_batch_size": 8, "train__epochs": 2, "train__total_dialog_turns": 32}
     whole = train("whole", train__checkpoint_frequency=0, **settings)
     train("broken", train__checkpoint_frequency=3, checkpoint__keep=9)
     broken = tmp_path / "broken"
-    assert read(broken / "metrics.jsonl") == whole and whole[-1]["step"] == 16
-    resumed = train("broken", resume=str(broken / "checkpoints/6"))
+    assert read(broken / "metrics.jsonl") == whole and whole[-1]["step"] == 8
+    resumed = train("broken", resume=str(broken / "checkpoints/3"))
     assert resumed == whole
     for name in ("rollouts.jsonl", "evaluations.jsonl"):
         assert read(broken / name) == read(tmp_path / "whole" / name)
     # What lies after the step that was resumed is kept, but no longer taken for the newest.
-    assert (broken / "checkpoints/9.set-aside").is_dir() and (broken / "checkpoints/16").is_dir()
+    assert (broken / "checkpoints/6.set-aside").is_dir() and (broken / "checkpoints/8").is_dir()
 
 
 def test_a_run_in_epochs_is_the_run_of_as_many_samples(
@@ -104,7 +106,7 @@ def test_a_run_in_epochs_is_the_run_of_as_many_samples(
 def test_a_resumed_run_reads_its_state_once_and_keeps_nothing_in_the_file(
     train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train("run", train__checkpoint_frequency=2, checkpoint__keep=9)
+    train("run", train__total_dialog_turns=32, train__checkpoint_frequency=1, checkpoint__keep=9)
     loads: list[dict[str, Any]] = []
     load, save = torch.load, checkpoint.save
 
@@ -121,7 +123,7 @@ def test_a_resumed_run_reads_its_state_once_and_keeps_nothing_in_the_file(
 
     monkeypatch.setattr(torch, "load", loading)
     monkeypatch.setattr(checkpoint, "save", saving)
-    train("run", resume=str(tmp_path / "run/checkpoints/2"))
+    train("run", resume=str(tmp_path / "run/checkpoints/1"))
     assert loads == [{"name": "trainer.pt", "map_location": "cpu", "weights_only": True, "mmap": True}]
     # The file may be removed, or lie on another machine.
     assert mapped == [False]
@@ -142,7 +144,11 @@ def test_a_run_goes_on_in_other_number_formats(train: Runner, tmp_path: Path) ->
         assert rounded[-1]["publish/logprob_diff_mean"] > 1e-4 and rounded[-1]["step"] == exact[-1]["step"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"train__optim_batch_size": 4}], ids=["a step a round", "four"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"train__optim_batch_size": 4, "train__total_dialog_turns": 32}],
+    ids=["a step a round", "four"],
+)
 def test_publications_that_do_not_keep_to_rounds_resume_too(
     train: Runner, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -165,8 +171,9 @@ def test_publications_that_do_not_keep_to_rounds_resume_too(
 
 def test_a_resumed_run_continues_its_coefficients_and_its_reference(train: Runner, tmp_path: Path) -> None:
     whole = train(
-        "whole",
-        train__checkpoint_frequency=0,
+        "run",
+        train__checkpoint_frequency=2,
+        checkpoint__keep=9,
         policy__init_kl_coeff=0.1,
         policy__kl_target=1e-4,
         policy__kl_horizon=64,
@@ -178,20 +185,17 @@ def test_a_resumed_run_continues_its_coefficients_and_its_reference(train: Runne
     )
     assert len({line["policy/kl_coef"] for line in whole[1:]}) == 4, "the coefficient should have moved"
     assert [line["policy/entropy_coef"] for line in whole[1:]] == pytest.approx([0.0, 0.005, 0.01, 0.015])
-    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
-    resumed = train("broken", resume=str(tmp_path / "broken/checkpoints/2"))
-    assert resumed == whole
+    assert train("run", resume=str(tmp_path / "run/checkpoints/2"), train__checkpoint_frequency=0) == whole
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
 def test_a_resumed_run_continues_its_optimizer(train: Runner, tmp_path: Path, name: str) -> None:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    whole = train("whole", optimizer__name=name, train__checkpoint_frequency=0)
-    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/2")) == whole
+    whole = train("run", optimizer__name=name, train__checkpoint_frequency=2, checkpoint__keep=9)
+    assert train("run", resume=str(tmp_path / "run/checkpoints/2"), train__checkpoint_frequency=0) == whole
     with pytest.raises(CheckpointError, match=f"optimizer.name=adamw: .* started with optimizer.name={name}"):
-        train("broken", resume="auto", optimizer__name="adamw")
+        train("run", resume="auto", optimizer__name="adamw")
 
 
 def test_resuming_a_run_that_has_ended_leaves_its_figures_and_starts_no_engine(
@@ -322,7 +326,8 @@ def test_refilling_trains_on_groups_with_a_signal_only(
     monkeypatch.setattr(BareNumberReward, "__call__", by_question)
     kept = train("kept")
     assert max(line["reward/constant_groups"] for line in kept[1:]) > 0
-    filled = train("filled", policy__constant_groups="refill", policy__max_refills=9)
+    settings = {"train__checkpoint_frequency": 2, "checkpoint__keep": 9}
+    filled = train("filled", policy__constant_groups="refill", policy__max_refills=9, **settings)
     assert [line["reward/constant_groups"] for line in filled[1:]] == [0.0] * 4
     assert any(line["rollout/refills"] > 0 for line in filled[1:])
     discarded = read(tmp_path / "filled/discarded.jsonl")
@@ -330,9 +335,8 @@ def test_refilling_trains_on_groups_with_a_signal_only(
     assert len(discarded) == 16 * sum(line.get("rollout/refills", 0) for line in filled)
     assert {row["discarded"] for row in discarded} <= {"all rewards are equal", "the round was full"}
     assert not trained & {row["group_id"] for row in discarded} and "advantage" not in discarded[0]
-    assert train("again", train__checkpoint_frequency=2) == filled
-    assert train("again", resume="auto") == filled
-    assert read(tmp_path / "again/discarded.jsonl") == discarded
+    resumed = train("filled", resume=str(tmp_path / "filled/checkpoints/2"), train__checkpoint_frequency=0)
+    assert resumed == filled and read(tmp_path / "filled/discarded.jsonl") == discarded
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
@@ -392,7 +396,7 @@ def test_fp16_with_its_scaler_trains_and_resumes(train: Runner, tmp_path: Path) 
 
 @pytest.mark.float32
 def test_gradient_checkpointing_trains_to_the_same_numbers(train: Runner) -> None:
-    plain = without_eval(train("plain", train_model__shared_prefix=False))
+    plain = without_eval(train("plain", train_model__shared_prefix=False, train__total_dialog_turns=32))
     recomputed = without_eval(
         train("recomputed", train_model__shared_prefix=True, train_model__gradient_checkpointing=True)
     )
