@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_calls import SEEN, call, mistake, set_up, write_run
@@ -35,9 +37,7 @@ def test_the_signal_stays_pending_and_reaches_nobody() -> None:
 
 @pytest.mark.slow
 @pytest.mark.float32
-@pytest.mark.parametrize("answer", [17, 40])
 def test_a_stopped_run_is_resumed_as_if_nothing_had_happened(
-    answer: int,
     config: Config,
     train: Runner,
     tmp_path: Path,
@@ -48,26 +48,28 @@ def test_a_stopped_run_is_resumed_as_if_nothing_had_happened(
     config.train.optim_batch_size = 8
     expected = train("whole")
     honest = BareNumberReward.__call__
-    graded = iter(range(10**6))
+    for answer in (17, 40):
+        graded = count()
 
-    def stop_at(self: BareNumberReward, text: str, example: object) -> float:
-        if next(graded) == answer:
-            signal.raise_signal(STOP_SIGNAL)
-        return honest(self, text, example)  # type: ignore[arg-type]
+        def stop_at(
+            self: BareNumberReward, text: str, example: Any, graded: count[int] = graded, answer: int = answer
+        ) -> float:
+            if next(graded) == answer:
+                signal.raise_signal(STOP_SIGNAL)
+            return honest(self, text, example)
 
-    with stop_signal_blocked():
-        with monkeypatch.context() as patch:
-            patch.setattr(BareNumberReward, "__call__", stop_at)
-            with pytest.raises(StopRequested):
-                train("stopped")
-        said = capsys.readouterr().err
-        assert "SIGUSR1: stopped; resume=" in said
-        # The step that was under way is finished, and no other begins.
-        (saved,) = run_folder.complete_checkpoints(tmp_path / "stopped")
-        assert int(saved.name) == answer // 16 * 2 + 1
-    assert train("stopped", resume="auto_or_new") == expected
-    for name in ("rollouts.jsonl", "evaluations.jsonl"):
-        assert read(tmp_path / "stopped" / name) == read(tmp_path / "whole" / name)
+        stopped = tmp_path / f"{answer}"
+        with stop_signal_blocked():
+            with monkeypatch.context() as patch, pytest.raises(StopRequested):
+                patch.setattr(BareNumberReward, "__call__", stop_at)
+                train(stopped.name, resume=None)
+            assert "SIGUSR1: stopped; resume=" in capsys.readouterr().err
+            # The step that was under way is finished, and no other begins.
+            (saved,) = run_folder.complete_checkpoints(stopped)
+            assert int(saved.name) == answer // 16 * 2 + 1
+        assert train(stopped.name, resume="auto_or_new") == expected
+        for name in ("rollouts.jsonl", "evaluations.jsonl"):
+            assert read(stopped / name) == read(tmp_path / "whole" / name)
 
 
 @pytest.mark.float32
