@@ -86,7 +86,7 @@ def test_a_teacher_that_is_the_policy_says_nothing(train: Runner, config: Config
 
 @both_estimates
 def test_how_the_prompts_are_run_changes_nothing(train: Runner, top_k: int) -> None:
-    settings = {"policy__distill_top_k": top_k, "train__total_dialog_turns": 32, "train__optim_batch_size": 8}
+    settings = {"policy__distill_top_k": top_k, "train__total_dialog_turns": 16, "train__optim_batch_size": 8}
     whole = without_eval(train("shared", **settings))
     apart = without_eval(train("apart", train_model__shared_prefix=False))
     pieces = without_eval(
@@ -101,10 +101,10 @@ def test_how_the_prompts_are_run_changes_nothing(train: Runner, top_k: int) -> N
 @both_estimates
 def test_a_resumed_run_equals_an_uninterrupted_one(train: Runner, tmp_path: Path, top_k: int) -> None:
     settings = {"policy__distill_top_k": top_k, "train__optim_batch_size": 4, "policy__proximal": "trainer"}
-    whole = train("whole", train__checkpoint_frequency=0, **settings)
+    settings |= {"train__total_dialog_turns": 32, "train__checkpoint_frequency": 3, "checkpoint__keep": 9}
+    whole = train("run", **settings)
     # The third step is inside of the first round.
-    train("broken", train__checkpoint_frequency=3, checkpoint__keep=9)
-    assert train("broken", resume=str(tmp_path / "broken/checkpoints/3")) == whole
+    assert train("run", resume=str(tmp_path / "run/checkpoints/3"), train__checkpoint_frequency=0) == whole
 
 
 def test_adapters_learn_from_a_teacher_beside_them(train: Runner, config: Config) -> None:
@@ -117,7 +117,7 @@ def test_adapters_learn_from_a_teacher_beside_them(train: Runner, config: Config
 def test_a_teacher_in_a_process_of_its_own_says_the_same(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_k: int
 ) -> None:
-    config.policy.distill_top_k = top_k
+    config.policy.distill_top_k, config.train.total_dialog_turns = top_k, 16
     pools: list[LocalPool] = []
     monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools))
     config.collector.max_policy_age = 1
@@ -125,7 +125,7 @@ def test_a_teacher_in_a_process_of_its_own_says_the_same(
     for devices in ("auto", 1):
         config.teacher_model.num_devices = devices
         run_async(config, tmp_path / str(devices))
-        first[devices] = read(tmp_path / f"{devices}/metrics.jsonl")[0]
+        (first[devices],) = read(tmp_path / f"{devices}/metrics.jsonl")
     for name, least in (("distill/reverse_kl", 0.01), ("optimizer/grad_norm", 1e-3)):
         assert first[1][name] == pytest.approx(first["auto"][name], rel=1e-3)
         assert first[1][name] > least
