@@ -134,12 +134,12 @@ def test_a_resumed_run_has_the_verdicts_of_the_run_that_ended(
     with FakeJudge({"absolute": score_length, "ranking": rank_length}[mode]) as judge:
         with_judge(config, url=judge.url, mode=mode)
         config.eval.reward = "bare_number" if mode == "ranking" else None
-        whole = train("whole", train__checkpoint_frequency=2)
+        whole = train("whole", train__total_dialog_turns=32, train__checkpoint_frequency=1)
     rollouts = read(tmp_path / "whole/rollouts.jsonl")
     assert all("verdicts" in row for row in rollouts)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     with FakeJudge(lambda request, number: Reply(status=400)) as other:
         config.reward.args["quality"] |= {"url": other.url, "concurrency": 3}
-        assert train("cut", resume=str(tmp_path / "cut/checkpoints/2")) == whole
+        assert train("cut", resume=str(tmp_path / "cut/checkpoints/1")) == whole
         assert not other.requests
     assert read(tmp_path / "cut/rollouts.jsonl") == rollouts
