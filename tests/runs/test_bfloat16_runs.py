@@ -23,7 +23,6 @@ BFLOAT16: dict[str, Any] = {
 }
 FLOAT16 = {**BFLOAT16, "train_model__autocast": "fp16", "inference_model__dtype": "float16"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "as it comes": {},
     "reference": {"policy__kl_coef": 0.1},
     "float32 head": {"train_model__head_dtype": "float32", "inference_model__head_dtype": "float32"},
     "micro-batches": {
