@@ -15,6 +15,7 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.errors import ConfigError, TrainingStopped, WorkersLost
+from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.evaluator import Evaluation, Evaluator
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.state import Counters
@@ -82,21 +83,22 @@ def test_a_killed_run_that_is_resumed_keeps_and_ends_like_the_uninterrupted_one(
     # The value of step 8 equals that of step 4, and is not better.
     assert whole[-1]["step"] == 10 and kept(tmp_path / "whole") == [4, 10]
     assert summary_of(tmp_path / "whole") == [10, 4, "train.patience=3"]
-    log = Session.log
-    for last in (3, 5, 8, 10):
+    log, folder = Session.log, tmp_path / "killed"
+    # What a kill has done wrong remains in the lines before the next one, and in what is kept.
+    for last, checkpoints in ((3, [2]), (5, [4]), (8, [4, 6]), (10, [4, 9])):
 
         def dying(self: Session, metrics: dict[str, float], last: int = last) -> None:
             log(self, metrics)
             if self.counters.step == last:
                 raise KeyboardInterrupt
 
-        folder = tmp_path / f"killed {last}"
-        monkeypatch.setattr(Session, "log", dying)
-        with pytest.raises(KeyboardInterrupt):
-            train(folder.name, resume=None)
-        monkeypatch.setattr(Session, "log", log)
-        assert train(folder.name, resume="auto") == whole
-        assert kept(folder) == [4, 10] and summary_of(folder) == summary_of(tmp_path / "whole")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Session, "log", dying)
+            train("killed", resume="auto" if last > 3 else None)
+        assert read(folder / "metrics.jsonl") == whole[: last + 1]
+        assert kept(folder) == checkpoints
+    assert train("killed", resume="auto") == whole
+    assert kept(folder) == [4, 10] and summary_of(folder) == summary_of(tmp_path / "whole")
 
 
 def patient(train: Runner) -> list[dict[str, Any]]:
@@ -111,40 +113,33 @@ def patient(train: Runner) -> list[dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize("last", [4, 6])
-def test_an_evaluation_after_lost_workers_counts_however_often_the_run_is_resumed(
-    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
-) -> None:
-    whole, folder = patient(train), tmp_path / "run"
-    evaluate, log = Session.evaluate, Session.log
-
-    def losing(self: Session) -> dict[str, float]:
-        if self.counters.step == last:
-            raise WorkersLost("device lost")
-        return evaluate(self)
-
-    def dying(self: Session, metrics: dict[str, float]) -> None:
-        log(self, metrics)
-        if self.counters.step == last + 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Session, "evaluate", losing)
-    with pytest.raises(WorkersLost):
-        train("run")
-    monkeypatch.setattr(Session, "evaluate", evaluate)
-    monkeypatch.setattr(Session, "log", dying)
-    with pytest.raises(KeyboardInterrupt):
-        train("run", resume="auto")
-    monkeypatch.setattr(Session, "log", log)
-    assert train("run", resume="auto") == whole
-    assert kept(folder) == [4, 10] and summary_of(folder) == summary_of(tmp_path / "whole")
-
-
-def test_an_evaluation_is_counted_once_after_the_folder_was_deleted(
+def test_an_evaluation_counts_once_after_lost_workers_or_a_deleted_folder(
     train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, folder = patient(train), tmp_path / "run"
-    evaluate = Session.evaluate
+    evaluate, log = Session.evaluate, Session.log
+    for last in (4, 6):
+
+        def losing(self: Session, last: int = last) -> dict[str, float]:
+            if self.counters.step == last:
+                raise WorkersLost("device lost")
+            return evaluate(self)
+
+        def dying(self: Session, metrics: dict[str, float], last: int = last) -> None:
+            log(self, metrics)
+            if self.counters.step == last + 1:
+                raise KeyboardInterrupt
+
+        lost = tmp_path / f"lost {last}"
+        with monkeypatch.context() as patch, pytest.raises(WorkersLost):
+            patch.setattr(Session, "evaluate", losing)
+            train(lost.name, resume=None)
+        # However often the run is resumed.
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Session, "log", dying)
+            train(lost.name, resume="auto")
+        assert train(lost.name, resume="auto") == whole
+        assert kept(lost) == [4, 10] and summary_of(lost) == summary_of(tmp_path / "whole")
 
     def deleting(self: Session) -> dict[str, float]:
         if self.counters.step == 6:
@@ -156,7 +151,7 @@ def test_an_evaluation_is_counted_once_after_the_folder_was_deleted(
     with monkeypatch.context() as patch:
         patch.setattr(Session, "evaluate", deleting)
         with pytest.raises(TrainingStopped, match="what was trained is now in"):
-            train("run")
+            train("run", resume=None)
     capsys.readouterr()
     assert train("run", resume="auto") == [line for line in whole if line["step"] >= 6]
     assert summary_of(folder) == summary_of(tmp_path / "whole")
