@@ -83,7 +83,9 @@ def test_losses_and_weights_are_those_of_a_plain_loop(
     assert lines[-1]["loss/total"] < lines[1]["loss/total"]
 
 
-def test_metrics_are_those_of_solutions_and_the_model_is_evaluated(sft: Config, train: Runner) -> None:
+def test_metrics_are_those_of_solutions_and_the_model_is_evaluated(
+    sft: Config, train: Runner, tmp_path: Path
+) -> None:
     lines = train("run", eval__frequency=2, train__checkpoint_frequency=1, checkpoint__keep=9)
     names = set().union(*lines)
     of_sampling = ("reward/", "advantage/", "kl/", "mismatch/", "policy/", "throughput/generated")
@@ -92,7 +94,9 @@ def test_metrics_are_those_of_solutions_and_the_model_is_evaluated(sft: Config, 
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 4]
     # The engine gets weights where it has to generate, and not for checkpoints.
     assert [line["step"] for line in lines if "publish/logprob_diff_mean" in line] == [2, 4]
-    lines = train("unmeasured", eval__num_problems=0)
+    kept = str(tmp_path / "run/checkpoints/2")
+    assert train("run", resume=kept, train__checkpoint_frequency=0) == lines
+    lines = train("unmeasured", resume=None, eval__num_problems=0)
     assert not any(name.startswith(("publish/", "eval/")) for line in lines for name in line)
 
 
