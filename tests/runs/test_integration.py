@@ -164,6 +164,7 @@ def test_runs_killed_at_random_moments_resume_as_if_uninterrupted_on_transformer
 ) -> None:
     monkeypatch.setattr("torchrl_grpo.tools.processes.Popen", ForkedPopen)
     words = ["inference_model.backend=transformers", f"model.name={tiny_model_dir}", "train.epochs=2"]
+    words.append("train.total_dialog_turns=96")
     argv = ["--folder", str(tmp_path), "--kills", "2", "--seed", "3", *words, *format_words]
     assert verify_resume.main(argv) == 0
 
