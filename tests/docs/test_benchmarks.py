@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import ForkedPopen
 from tiny_model import build_tiny_model
 from transformers import AutoTokenizer
 from user_files import blocks_below
 
 from benchmarks import __main__ as main
-from benchmarks import pairs, results
+from benchmarks import pairs, protocol, results
 from benchmarks.pairs import Comparison, Spread
 from benchmarks.waking import touch_memory
 from benchmarks.workers.ours import config
@@ -191,6 +196,43 @@ def test_an_unknown_part_is_an_error_that_lists_the_parts(
     assert "there is no part collections" in said and "collection, growth" in said
 
 
+# A worker in a fork, which imports neither torch nor this project again.
+_FORKED = """
+import os, runpy, sys
+
+module, answers, orders = sys.argv[1:4]
+os.environ["BENCH_ANSWERS"] = str(os.open(answers, os.O_WRONLY))
+sys.stdin = open(orders)
+del sys.argv[1:4]
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+class ForkedWorker(ForkedPopen):
+    """In place of the process of one of this project's workers.
+
+    Args:
+        folder: empty folder for files between the two processes.
+        command: ``python -m MODULE WORKLOAD``.
+        cwd: the checkout.
+        env: variables of the worker.
+        answers: number of the pipe for answers.
+    """
+
+    def __init__(
+        self, folder: Path, command: list[str], cwd: Path, env: Mapping[str, str], answers: int
+    ) -> None:
+        python, _, module, workload = command
+        script, orders = folder / "worker.py", folder / "orders"
+        script.write_text(f"import sys\nsys.path.insert(0, {str(cwd)!r})\n{_FORKED}")
+        os.mkfifo(orders)
+        words = [module, f"/proc/{os.getpid()}/fd/{answers}", str(orders), workload]
+        with (folder / "output").open("wb") as output:
+            super().__init__([python, str(script), *words], cwd=cwd, stdout=output, variables=env)
+        # Waits until the worker has opened both files.
+        self.stdin = orders.open("w")
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_collection_and_training_are_measured_against_the_real_libraries(
@@ -200,6 +242,14 @@ def test_collection_and_training_are_measured_against_the_real_libraries(
     words = ["collection", "training-trl", "--pairs", "1", "--warm-up", "0", "--model", str(model)]
     words += ["--prompts", "2", "--samples", "4", "--no-compile", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+
+    def start(command: list[str], **options: Any) -> Any:
+        if ".ours" not in command[2]:
+            return subprocess.Popen(command, **options)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        return ForkedWorker(folder, command, options["cwd"], options["env"], options["pass_fds"][0])
+
+    monkeypatch.setattr(protocol, "Popen", start)
     # TorchRL's side is written for a CPU.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     main.main()
