@@ -40,6 +40,7 @@ def test_a_sweep_ends_with_a_table_and_a_file(workplace: Path, capsys: pytest.Ca
     assert "Best: optimizer.lr=0.0001. It is better than the baseline" in capsys.readouterr().out
     entries = json.loads((workplace / "sweep/sweep.json").read_text())
     assert [entry["seeds"] for entry in entries["settings"]] == [[0, 1], [0, 1]]
+    assert all(entry["interval"] for entry in entries["settings"])
 
 
 def test_trials_that_ended_are_compared_if_another_failed(
