@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import ndtri, stdtrit
 
 LEVEL = 0.95
 # Chance with which the advised number of seeds shows a difference as large as the one that was measured.
@@ -77,7 +77,7 @@ def interval(values: Values, level: float = LEVEL) -> tuple[Values, Values]:
         level: coverage.
     """
     estimate = variance(values)
-    half = stats.t.ppf((1 + level) / 2, estimate.freedom) * np.sqrt(estimate.total)
+    half = stdtrit(estimate.freedom, (1 + level) / 2) * np.sqrt(estimate.total)
     return values.mean((-1, -2)), half
 
 
@@ -99,7 +99,7 @@ def seeds_needed(differences: Values, level: float = LEVEL) -> int | None:
     for count in range(seeds, MOST_SEEDS + 1):
         error = np.sqrt(estimate.seeds * seeds / count + estimate.problems)
         freedom = max(count - 1, 1) if problems == 1 else max(float(estimate.freedom), count - 1)
-        if measured > (stats.t.ppf((1 + level) / 2, freedom) + stats.norm.ppf(POWER)) * error:
+        if measured > (stdtrit(freedom, (1 + level) / 2) + ndtri(POWER)) * error:
             return count
     return None
 
@@ -112,8 +112,11 @@ def permutation_p(differences: Values) -> float:
     Args:
         differences: differences ``[S, P]``.
     """
+    # It takes a second to import, and a sweep without several seeds has no use for it.
+    from scipy.stats import permutation_test
+
     means = differences.mean(-1)
-    result: Any = stats.permutation_test(
+    result: Any = permutation_test(
         (means, np.zeros_like(means)),
         lambda first, second, axis: np.mean(first - second, axis=axis),
         permutation_type="samples",
