@@ -46,14 +46,18 @@ def test_a_run_writes_its_report_and_goes_on_where_it_cannot(
     assert "colocated" in run["about"]["plan"] and run["about"]["right"]["threshold"] == 1.0
 
 
-def test_a_run_without_evaluations_hands_its_report_to_the_loggers(
-    train: Runner, monkeypatch: pytest.MonkeyPatch
+def test_a_run_without_evaluations_or_a_picture_has_its_summary_and_hands_its_report_to_the_loggers(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages = []
     monkeypatch.setattr(Loggers, "log_report", lambda loggers, path: pages.append(payload(path.read_text())))
+    monkeypatch.setattr(report, "plot", fail)
     train("run", eval__num_problems=0, train__total_dialog_turns=32)
     (page,) = pages
     assert steps_of(page) == [1, 2]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
+    warning = f"warning: {tmp_path}/run/report.png could not be drawn (OSError: [Errno 28] full)"
+    assert warning in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -84,16 +88,6 @@ def test_a_run_that_is_stopped_has_a_report_and_shows_its_own_error(
         assert steps_of(shown) == [1]
         (run,) = shown["runs"]
         assert {*array("i", inflated(run["rollouts"]["step"]["deflate"]))} == {1, 2}
-
-
-def test_a_picture_that_cannot_be_drawn_costs_no_summary(
-    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report, "plot", fail)
-    train("run", eval__num_problems=0, train__total_dialog_turns=16)
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
-    warning = f"warning: {tmp_path}/run/report.png could not be drawn (OSError: [Errno 28] full)"
-    assert warning in capsys.readouterr().err
 
 
 def fail(*args: object) -> None:
