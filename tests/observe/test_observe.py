@@ -984,9 +984,16 @@ def wandb_server(answer: str, wait: float = 0.0) -> Iterator[str]:
         server.server_close()
 
 
-@pytest.mark.parametrize("mode", [None, "online"])
 @pytest.mark.parametrize(
-    "fault", ["nobody listens", "no such host", "it hangs", "it is down", "its proxy is down"]
+    ("fault", "mode"),
+    [
+        ("nobody listens", None),
+        ("nobody listens", "online"),
+        ("no such host", None),
+        ("it hangs", None),
+        ("it is down", None),
+        ("its proxy is down", None),
+    ],
 )
 def test_wandb_records_offline_if_its_server_cannot_be_reached(
     fault: str, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
