@@ -63,9 +63,11 @@ def _modules(file: Path) -> set[str]:
                 names += [alias.name for alias in node.names]
             case ast.ImportFrom(module=str(name), level=0):
                 names.append(name)
-            case ast.Call(args=[ast.Constant(value=str(name)), *_]):
-                if ast.unparse(node.func).rpartition(".")[2] in _LOOKUPS:
-                    names.append(name)
+            case ast.Call(
+                func=ast.Name(id=str(function)) | ast.Attribute(attr=str(function)),
+                args=[ast.Constant(value=str(name)), *_],
+            ) if function in _LOOKUPS:
+                names.append(name)
     return {name.partition(".")[0] for name in names}
 
 
