@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from torchrl_grpo.data import load
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, DataError, UserError
+from torchrl_grpo.observe import report
 from torchrl_grpo.rollout import build
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.tools.verify_resume import read, unmeasured
@@ -60,15 +61,17 @@ def hugging_face(rows: list[dict[str, Any]]) -> Dataset:
 
 
 @pytest.fixture
-def make(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Make]:
+def make(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Builds a trainer of two steps on the tiny model, each in a folder of its own."""
     count = iter(range(100))
+    # Drawing takes as long as training; tests/observe looks at the picture.
+    monkeypatch.setattr(report, "plot", lambda run_dir, grader: None)
 
     def build(config: dict[str, Any] | None = None, **arguments: Any) -> GRPOTrainer:
         arguments = {"model": str(tiny_model_dir), "output_dir": tmp_path / f"run{next(count)}", **arguments}
         return GRPOTrainer(config={**SMALL, **(config or {})}, **arguments)
 
-    yield build
+    return build
 
 
 @pytest.mark.slow
