@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from forked import run_script
 from rank_program import CASES, RELOADED
 from rank_runs import (
     Runs,
@@ -108,12 +106,10 @@ for told in sys.argv[1:]:
 
 
 @installed
-def test_deepspeed_reads_what_it_is_told() -> None:
+def test_deepspeed_reads_what_it_is_told(tmp_path: Path) -> None:
     told = [json.dumps(engine_config(ZERO_STAGES[kind], 0.5, 96)) for kind in KINDS]
-    done = subprocess.run(
-        [sys.executable, "-c", _PARSE, *told],
-        capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
+    (tmp_path / "parse.py").write_text(_PARSE)
+    done = run_script([tmp_path / "parse.py", *told], variables={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     for kind, line in zip(KINDS, done.stdout.splitlines()[-2:], strict=True):
         stage, clipping, accumulation, bf16, fp16, stay, reuse = json.loads(line)

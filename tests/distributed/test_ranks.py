@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from forked import FORKING_LAUNCH, ForkedPopen, forks, run_script
 from rank_program import CASES, CASES_OF_TWO, COMPILED, MIXED, RELOADED, muon_steps
 from rank_runs import (
+    STEPS,
     Runs,
     check_follows,
     check_kept_and_loaded,
@@ -25,7 +27,6 @@ from rank_runs import (
     check_same_head,
     check_same_numbers,
     check_same_state,
-    command,
     grpo_script,
     in_ranks,
     launch_forks,
@@ -33,11 +34,11 @@ from rank_runs import (
     metrics,
     one_rank,  # noqa: F401
     runs,  # noqa: F401
-    started_by,
     sums,  # noqa: F401
     words,
 )
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from torchrl_grpo.batch.micro_batches import partition_balanced
@@ -163,15 +164,15 @@ def test_files_for_the_launcher_are_what_it_reads(repo_root: Path, name: str, ki
 def test_a_run_on_two_ranks_of_a_launcher_follows_the_run_on_one_and_so_does_its_continuation_on_one(
     runs: Runs, tmp_path: Path
 ) -> None:
-    done = runs.start(tmp_path / "run", "fsdp2", "train_model.num_devices=2")
+    done = runs.start_forks(tmp_path / "run", "fsdp2", "train_model.num_devices=2")
     assert "an engine in each of 2 ranks" in done.stdout
     # What two ranks wrote, one continues. Who started the two makes no difference to that.
     runs.go_on(tmp_path / "run")
 
 
 def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:
-    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=10, ranks=2)
-    assert done.stderr.count("after step 10 of 10; it has already ended") == 1
+    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=STEPS, ranks=2)
+    assert done.stderr.count(f"after step {STEPS} of {STEPS}; it has already ended") == 1
 
 
 def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
@@ -187,9 +188,14 @@ def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
 
 
 def said_by_ranks_that_get(
-    number: signal.Signals, code: int, runs: Runs, folder: Path, is_forked: bool = True
+    number: signal.Signals,
+    code: int,
+    runs: Runs,
+    folder: Path,
+    is_forked: bool = True,
+    step: int = STEPS // 2,
 ) -> str:
-    """Start an endless run in two ranks; after 10 steps, a signal must end it with this exit code."""
+    """Start an endless run in two ranks; after ``step``, a signal must end it with this exit code."""
     more = ("train_model.num_devices=2", "train.total_dialog_turns=160000")
     argv = [str(grpo_script(runs.root)), *words(runs.sums, runs.model, folder, *more)]
     process: subprocess.Popen[bytes] | ForkedPopen
@@ -203,7 +209,7 @@ def said_by_ranks_that_get(
                 [sys.executable, *argv], env=environment, stderr=subprocess.STDOUT, stdout=output
             )
     deadline = time.monotonic() + 120
-    while not (folder / "checkpoints/10").exists() and time.monotonic() < deadline:
+    while not (folder / f"checkpoints/{step}").exists() and time.monotonic() < deadline:
         # Nothing tells another process that a checkpoint is there.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
@@ -230,7 +236,7 @@ def test_an_interrupt_ends_all_ranks_in_good_order(
 def test_ranks_that_grpo_py_has_started_follow_the_run_on_one_until_they_are_stopped(
     runs: Runs, tmp_path: Path
 ) -> None:
-    said = said_by_ranks_that_get(signal.SIGUSR1, 75, runs, tmp_path / "run")
+    said = said_by_ranks_that_get(signal.SIGUSR1, 75, runs, tmp_path / "run", step=STEPS)
     assert "an engine in each of 2 ranks" in said
     check_follows(tmp_path / "run", runs.one_rank)
 
@@ -238,35 +244,38 @@ def test_ranks_that_grpo_py_has_started_follow_the_run_on_one_until_they_are_sto
 _LISTENING = """
 import os, sys
 
-sys.path.insert(0, {root!r})
-if "RANK" not in os.environ:
-    from torchrl_grpo.distributed import launch
-
-    raise SystemExit(launch.launch([], 2))
 import psutil
+from torchrl_grpo.distributed import launch
 from torchrl_grpo.distributed.ranks import Ranks
 
-ranks = Ranks(on_cpu=True)
-assert "GLOO_SOCKET_IFNAME" not in os.environ
-for one in psutil.Process().net_connections("inet"):
-    if one.status == "LISTEN":
-        # In one piece, because both ranks write.
-        sys.stdout.write(f"{{one.laddr.ip}} {{one.laddr.port == int(os.environ['MASTER_PORT'])}}\\n")
-        sys.stdout.flush()
-ranks.release() if ranks.is_main else ranks.follow(None)
+
+def listen():
+    if "RANK" not in os.environ:
+        return launch.launch([], 2)
+    ranks = Ranks(on_cpu=True)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    for one in psutil.Process().net_connections("inet"):
+        if one.status == "LISTEN":
+            # In one piece, because both ranks write.
+            is_meeting_point = one.laddr.port == int(os.environ["MASTER_PORT"])
+            sys.stdout.write(f"{one.laddr.ip} {is_meeting_point}\\n")
+            sys.stdout.flush()
+    return ranks.release() if ranks.is_main else ranks.follow(None)
+
+
+if __name__ == "__main__":
+    sys.exit(listen())
 """
 
 
 def test_ranks_on_one_machine_listen_where_no_other_machine_reaches_them(
-    repo_root: Path, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "listening.py"
-    script.write_text(_LISTENING.format(root=str(repo_root)))
-    left_out = ("RANK", "WORLD_SIZE", "LD_PRELOAD", "GLOO_SOCKET_IFNAME")
-    environment = {k: v for k, v in os.environ.items() if k not in left_out}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    script.write_text(_LISTENING)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    done = run_script([FORKING_LAUNCH, script])
+    assert done.returncode == 0, done.stderr
     found = [tuple(line.split()) for line in done.stdout.splitlines()]
     assert {host for host, _ in found} == {"127.0.0.1"}
     # One of them is the meeting point.
@@ -299,10 +308,7 @@ def test_a_rank_that_another_job_has_left_behind_says_what_it_waits_for(
     script.write_text(_APART.format(root=str(repo_root)))
     port = str(rank_env.free_port())
     left = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", rank_env.OWN_LAUNCHER)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment | left, capture_output=True, text=True, timeout=120
-    )
+    done = run_script([script], variables=left, timeout=120)
     apart, fix = f"RANK={rank} of WORLD_SIZE=2 in the environment: ", "run `unset RANK WORLD_SIZE"
     assert f"{apart}waiting for the other ranks at 127.0.0.1:{port}; start all" in done.stderr
     assert (
@@ -311,17 +317,11 @@ def test_a_rank_that_another_job_has_left_behind_says_what_it_waits_for(
 
 
 _LEAVING = """
-import os, signal, sys, time
+import os, signal, time
 from pathlib import Path
 
-sys.path.insert(0, {root!r})
-if "RANK" not in os.environ:
-    from torchrl_grpo.distributed import launch
-
-    raise SystemExit(launch.launch(sys.argv[1:], 2))
 told, up = Path({told!r}), Path({up!r})
 if os.environ["RANK"] == "1":
-    up.write_text("up")
     told.read_text()
     raise SystemExit(3)
 
@@ -335,34 +335,38 @@ def leave(number, frame):
 
 
 signal.signal(signal.SIGINT, leave)
-# A rank that is interrupted while Python starts would never read.
 up.read_text()
-print("ready", flush=True)
+os.kill(os.getppid(), signal.SIGINT)
 signal.pause()
 """
 
 
-@pytest.mark.parametrize(("code", "ended"), [(130, -signal.SIGINT), (7, 7)])
+@pytest.mark.parametrize(("code", "ended"), [(130, pytest.raises(KeyboardInterrupt)), (7, nullcontext())])
 def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short(
-    repo_root: Path, tmp_path: Path, code: int, ended: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    code: int,
+    ended: AbstractContextManager[Any],
 ) -> None:
     script = tmp_path / "leaving.py"
-    # Reading waits until the other rank writes.
+    # Reading waits until another process writes.
     told, up = tmp_path / "told", tmp_path / "up"
     os.mkfifo(told)
     os.mkfifo(up)
-    script.write_text(_LEAVING.format(root=str(repo_root), told=str(told), up=str(up), code=code))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
-    process = subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert said == "all is saved\n"
-    # Nobody catches the interrupt in this script; the command line ends with 130.
-    assert process.returncode == ended
+    script.write_text(_LEAVING.format(told=str(told), up=str(up), code=code))
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    honest = SubprocessContext.wait
+
+    def wait(ranks: SubprocessContext) -> Any:
+        # Before, an interrupt would end ranks that have not begun.
+        up.write_text("up")
+        return honest(ranks)
+
+    monkeypatch.setattr(SubprocessContext, "wait", wait)
+    with ended:
+        assert launch.launch([], 2) == code
+    assert capfd.readouterr().out == "all is saved\n"
 
 
 def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
@@ -390,16 +394,12 @@ def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
 
 
 _ENDED = """
-import os, sys
+import os, signal
 
-sys.path.insert(0, {root!r})
-if "RANK" not in os.environ:
-    from torchrl_grpo.distributed import launch
-
-    raise SystemExit(launch.launch([], 2))
 if os.environ["RANK"] == "1":
     {end}
-sys.stdin.read()
+# Until the launcher ends this one.
+signal.pause()
 """
 
 
@@ -416,18 +416,18 @@ sys.stdin.read()
     ],
 )
 def test_the_launcher_says_what_ended_a_rank_only_if_the_rank_cannot(
-    repo_root: Path, tmp_path: Path, end: str, code: int, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    end: str,
+    code: int,
+    said: str,
 ) -> None:
     script = tmp_path / "ended.py"
-    script.write_text(_ENDED.format(root=str(repo_root), end=end))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
-    # Reading the other end of this pipe lasts until the launcher ends the rank.
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.wait(timeout=60) == code
-    assert process.stderr is not None and process.stderr.read() == said
+    script.write_text(_ENDED.format(end=end))
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert launch.launch([], 2) == code
+    assert capfd.readouterr().err == said
 
 
 def test_adapters_train_on_two_ranks_as_on_one(
@@ -496,17 +496,14 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     tmp_path: Path,
 ) -> None:
     said = words(sums, tiny_model_dir, tmp_path / "run", *more)
-    done: subprocess.CompletedProcess[str]
-    if config == "ranks":
-        done = run_script([grpo_script(repo_root), *said], ranks=2, cwd=repo_root)
+    if config in (None, "ranks"):
+        done = run_script([grpo_script(repo_root), *said], ranks=1 if config is None else 2, cwd=repo_root)
         # Rank 1 has ended by itself, or waited for the launcher to end it.
-        assert done.codes in ([2, 0], [2, 2], [2, -9])
-    elif config is None:
-        done = command(repo_root, started_by(repo_root, None), said)
+        assert done.codes in ([2], [2, 0], [2, 2], [2, -9])
     else:
         done = launch_forks(repo_root, config, said)
-    # accelerate's launcher has one code for every failure.
-    assert done.returncode == (1 if config in ("multi_gpu", "fsdp2") else 2)
+        # accelerate's launcher has one code for every failure.
+        assert done.returncode == 1
     assert done.stderr.count(message) == 1, done.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()
 

@@ -82,7 +82,12 @@ class Finished(subprocess.CompletedProcess[str]):
 
 
 def run_script(
-    argv: Sequence[object], *, ranks: int = 1, cwd: Path | None = None, timeout: float = 500
+    argv: Sequence[object],
+    *,
+    ranks: int = 1,
+    cwd: Path | None = None,
+    timeout: float = 500,
+    variables: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Finished:
     """Run a script, or one in each of several training ranks as a launcher starts them.
 
@@ -91,6 +96,7 @@ def run_script(
         ranks: number of processes.
         cwd: folder to run in; this process's by default.
         timeout: seconds until all must have ended.
+        variables: set beside this process's.
 
     Returns:
         What the processes wrote, mixed as they wrote it, and the first exit code that is not 0.
@@ -98,9 +104,9 @@ def run_script(
     Raises:
         TimeoutError: a process has not ended in time; all are killed. The message ends with what they wrote.
     """
-    variables: dict[str, str] = {}
+    variables = dict(variables)
     if ranks > 1:
-        variables = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank_env.free_port())}
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory(prefix="torchrl-grpo-forked-") as scratch:

@@ -2,7 +2,7 @@
 
 Each rank that a launcher starts imports for six seconds of a core before it does what a test looks at. This
 program is started by :mod:`forked`, and its ranks are forks as it is itself. It is the real launcher, which
-decides what processes there are, with which variables, and ends them. Eight starts take two minutes less.
+decides what processes there are, with which variables, and ends them. Ten starts take two minutes less.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,14 +107,17 @@ def check_kept_and_loaded(found: dict[str, Any], ranks: int) -> None:
 
 
 def check_follows(folder: Path, one_rank: Path) -> None:
-    """The first 10 steps of the run in ``folder`` have the metrics of the one in one rank."""
+    """The first steps of the run in ``folder`` have the metrics of the one in one rank."""
     expected, found = metrics(one_rank), metrics(folder)
-    assert len(expected) == 1 + 10 <= len(found)
+    assert len(expected) == 1 + STEPS <= len(found)
     for ours, theirs in zip(found, expected, strict=False):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 # ---- the commands a user would run
+
+# Of a run, with a checkpoint and an evaluation in the middle.
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +147,11 @@ def words(sums: Path, model: Path, folder: Path, *more: str) -> list[str]:
         "optimizer.lr=1e-3",
         # The first steps of Adam follow a gradient's sign, also where it is rounding; not with this eps.
         "optimizer.eps=1e-2",
-        "train.total_dialog_turns=160",
-        "train.checkpoint_frequency=5",
+        f"train.total_dialog_turns={16 * STEPS}",
+        f"train.checkpoint_frequency={STEPS // 2}",
         "checkpoint.keep=9",
         "eval.num_problems=6",
-        "eval.frequency=5",
+        f"eval.frequency={STEPS // 2}",
         "logging.progress=false",
         *more,
     ]
@@ -158,24 +159,6 @@ def words(sums: Path, model: Path, folder: Path, *more: str) -> list[str]:
 
 def grpo_script(root: Path) -> Path:
     return root / "sota-implementations/grpo/grpo.py"
-
-
-def command(root: Path, how: list[str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """The command as a user starts it: with Python, or with a launcher."""
-    # Not the test's own: a rank is what the launcher says.
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
-    return subprocess.run(
-        [*how, str(grpo_script(root)), *arguments],
-        capture_output=True, text=True, timeout=240, env=environment, cwd=root,
-    )  # fmt: skip
-
-
-def started_by(root: Path, launcher: str | None) -> list[str]:
-    """Python, or ``accelerate launch`` with a file of config/accelerate."""
-    if launcher is None:
-        return [sys.executable]
-    module = [sys.executable, "-m", "accelerate.commands.launch"]
-    return [*module, "--config_file", str(root / f"config/accelerate/{launcher}.yaml")]
 
 
 def launch_forks(root: Path, launcher: str, arguments: list[str]) -> Finished:
@@ -210,18 +193,13 @@ class Runs:
     model: Path
     one_rank: Path
 
-    def start(self, folder: Path, launcher: str, *more: str) -> subprocess.CompletedProcess[str]:
-        """10 steps, started by ``accelerate launch`` with a file of config/accelerate, as a user does it."""
-        said = words(self.sums, self.model, folder, *more)
-        return self._checked(folder, command(self.root, started_by(self.root, launcher), said))
-
     def start_forks(self, folder: Path, launcher: str, *more: str) -> subprocess.CompletedProcess[str]:
-        """The same, with launcher and ranks that are forks."""
+        """All steps, started by ``accelerate launch`` with a file of config/accelerate, in forks."""
         done = launch_forks(self.root, launcher, words(self.sums, self.model, folder, *more))
         return self._checked(folder, done)
 
     def go_on(
-        self, folder: Path, *more: str, step: int = 5, ranks: int = 1
+        self, folder: Path, *more: str, step: int = STEPS // 2, ranks: int = 1
     ) -> subprocess.CompletedProcess[str]:
         """The steps after ``step`` again, from its checkpoint."""
         first, *others = words(self.sums, self.model, folder, f"resume={folder}/checkpoints/{step}", *more)
@@ -230,7 +208,7 @@ class Runs:
         return self._checked(folder, done)
 
     def take_over(
-        self, folder: Path, *more: str, step: int = 5, ranks: int = 1
+        self, folder: Path, *more: str, step: int = STEPS // 2, ranks: int = 1
     ) -> subprocess.CompletedProcess[str]:
         """The same, from the checkpoint of one rank."""
         shutil.copytree(self.one_rank, folder)
@@ -241,7 +219,7 @@ class Runs:
     ) -> subprocess.CompletedProcess[str]:
         assert done.returncode == 0, done.stderr
         check_follows(folder, self.one_rank)
-        assert len(metrics(folder)) == 1 + 10
+        assert len(metrics(folder)) == 1 + STEPS
         return done
 
 
