@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ _METRIC_START = re.compile(r"[a-z]+/(?:[a-z]+/)?[a-z0-9_]*")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+@functools.cache
 def read(page: Path) -> str:
     """The text of a page, with its tables as the site has them."""
     return with_tables(page.read_text())
