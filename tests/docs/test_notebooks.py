@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -27,6 +28,8 @@ def test_notebooks_run(repo_root: Path, tiny_model_dir: Path, tmp_path: Path) ->
         parameters.source = f"MODEL, ROUNDS, CONFIG = {str(tiny_model_dir)!r}, 1, {config!r}"
         # One kernel, which imports once, runs all of them. It knows no name of the one before.
         notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+        for cell in notebook.cells:
+            cell.id = uuid4().hex
     whole = nbformat.v4.new_notebook(cells=[cell for each in notebooks.values() for cell in each.cells])
     NotebookClient(whole, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     texts = {
