@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -341,13 +340,13 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize(("code", "ended"), [(130, pytest.raises(KeyboardInterrupt)), (7, nullcontext())])
+@pytest.mark.parametrize(("code", "ended"), [(130, None), (7, 7)])
 def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     code: int,
-    ended: AbstractContextManager[Any],
+    ended: int | None,
 ) -> None:
     script = tmp_path / "leaving.py"
     # Reading waits until another process writes.
@@ -364,9 +363,12 @@ def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short
         return honest(ranks)
 
     monkeypatch.setattr(SubprocessContext, "wait", wait)
-    with ended:
-        assert launch.launch([], 2) == code
+    result = None
+    # Which the command line turns into 130.
+    with contextlib.suppress(KeyboardInterrupt):
+        result = launch.launch([], 2)
     assert capfd.readouterr().out == "all is saved\n"
+    assert result == ended
 
 
 def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
