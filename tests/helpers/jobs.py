@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from typing import Any
+
+from torchrl_grpo.rewards.sandbox import no_code
 
 
 def hang(payload: Any) -> float:
@@ -36,3 +39,44 @@ def run_code(payload: Any) -> float:
     exec(payload["answer"], names)
     value: float = names["value"]
     return value
+
+
+class Refused(BaseException):
+    """Code of an answer was about to run. It is no ``Exception``, which scorers catch."""
+
+
+_ready_tasks: set[str] = set()
+_is_judging = False
+
+
+@functools.cache
+def _watch_code() -> None:
+    def refuse() -> None:
+        if _is_judging:
+            raise Refused
+
+    no_code.forbid(refuse)
+
+
+def score_watched(payload: Any) -> float | str:
+    """Scores an answer of ``reasoning_gym`` in this process, which refuses code and stays for the next one.
+
+    A task that is new gets ready first, as the worker of a task does at its start.
+    """
+    from torchrl_grpo.rewards.sandbox import gym_job  # which imports all tasks
+
+    global _is_judging
+    _watch_code()
+    task = payload["truth"]["task"]
+    if task not in _ready_tasks:
+        _ready_tasks.add(task)
+        gym_job.prepare({"task": task, "args": payload["truth"]["args"]})
+    _is_judging = True
+    try:
+        return gym_job.run(payload)
+    except Refused:
+        return 0.0
+    except Exception as error:  # noqa: BLE001  as of a worker
+        return repr(error)
+    finally:
+        _is_judging = False

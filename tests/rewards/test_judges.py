@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,46 +257,74 @@ INJECTIONS = [
 ]
 
 
+def attack(name: str, made: Any, file: Path, judge: Callable[[str], float | str]) -> None:
+    """Give a judge answers that are code: none is paid for, none changes the judge, and none runs."""
+    right, wrong = str(made[0]["answer"]), "[[1, 1], [2, 2]]"
+    before = judge(right), judge(wrong)
+    inert = max(score for score in (judge("some words"), 0.0) if isinstance(score, float))
+    for text in INJECTIONS:
+        answer = text.format(file=file, module=type(made).__module__, scorer=type(made).__name__)
+        value = judge(answer)
+        # Some tasks pay for any answer, and one fully for any that does not say True. Others pay by
+        # the letters that are right.
+        bound = 0.05 if name in EVALUATING else max(0.5, inert)
+        assert isinstance(value, str) or value <= bound, f"{name} pays for {answer}"
+    assert (judge(right), judge(wrong)) == before, name
+    assert not file.exists(), name
+
+
+def truth_of(name: str, made: Any) -> dict[str, Any]:
+    return {"task": name, "args": {}, "entry": codec.encode(made[0])}
+
+
 @pytest.mark.slow
 def test_code_in_an_answer_changes_no_task_of_reasoning_gym(tmp_path: Path) -> None:
-    pool = WorkerPool("torchrl_grpo.rewards.sandbox.gym_job:run", 1, 60.0, isolation=Isolation.sandbox)
-    file = tmp_path / "of-an-answer"
+    """All answers in a single process without a sandbox: nothing but the watch on code is in their way."""
+    pool = WorkerPool("jobs:score_watched", 1, 60.0, isolation=Isolation.none)
     names = [name for name in tasks.task_names() if name != "composite"]
     assert len(names) == 105
     # A third of the tasks have the scorer that compares texts. One of them shows what it does with an answer.
-    scorers = {type(tasks.make(name, {}, 7, 1)).score_answer: name for name in names}
-    assert len(scorers) == 73 and {*EVALUATING} <= {*scorers.values()}
+    made = [(name, tasks.make(name, {}, 7, 1)) for name in names]
+    scorers = {type(task).score_answer: (name, task) for name, task in made}
+    assert len(scorers) == 73 and {*EVALUATING} <= {name for name, _ in scorers.values()}
+
+    truth: dict[str, Any] = {}
+
+    def judge(answer: str) -> float | str:
+        value: float | str = pool.call({"answer": answer, "truth": truth})
+        return value
+
+    try:
+        for name, task in scorers.values():
+            truth = truth_of(name, task)
+            attack(name, task, tmp_path / "of-an-answer", judge)
+    finally:
+        pool.close()
+
+
+def test_code_in_an_answer_is_worth_nothing_in_the_sandbox(tmp_path: Path) -> None:
+    """One task of each kind that evaluates the answer: as arithmetic, with sympy's parser, as a list."""
+    pool = WorkerPool("torchrl_grpo.rewards.sandbox.gym_job:run", 1, 60.0, isolation=Isolation.sandbox)
+
+    truth: dict[str, Any] = {}
+
+    def judge(answer: str) -> float | str:
+        try:
+            return float(pool.call({"answer": answer, "truth": truth}))
+        except JobTimeout:
+            raise
+        except JobError as error:
+            return str(error)
+
     try:
         pool.wait_until_started()
         (worker,) = pool._all
-        for name in scorers.values():
+        for name in ("countdown", "simple_integration", "n_queens"):
             # One worker for all tasks: it is told each in turn, as a worker of one task is at its start.
             worker._channel.ask({"setup": {"task": name, "args": {}}}, 60.0)
-            made = tasks.make(name, {}, 7, 1)
-            entry = made[0]
-            truth = {"task": name, "args": {}, "entry": codec.encode(entry)}
-
-            def judge(answer: str, truth: dict[str, Any] = truth) -> float | str:
-                try:
-                    return float(pool.call({"answer": answer, "truth": truth}))
-                except JobTimeout:
-                    raise
-                except JobError as error:
-                    return str(error)
-
-            right, wrong = str(entry["answer"]), "[[1, 1], [2, 2]]"
-            before = judge(right), judge(wrong)
-            inert = max(score for score in (judge("some words"), 0.0) if isinstance(score, float))
-            scorer = type(made)
-            for text in INJECTIONS:
-                answer = text.format(file=file, module=scorer.__module__, scorer=scorer.__name__)
-                value = judge(answer)
-                # Some tasks pay for any answer, and one fully for any that does not say True. Others pay by
-                # the letters that are right.
-                bound = 0.05 if name in EVALUATING else max(0.5, inert)
-                assert isinstance(value, str) or value <= bound, f"{name} pays for {answer}"
-            assert (judge(right), judge(wrong)) == before, name
-            assert not file.exists(), name
+            task = tasks.make(name, {}, 7, 1)
+            truth = truth_of(name, task)
+            attack(name, task, tmp_path / "of-an-answer", judge)
     finally:
         pool.close()
 
