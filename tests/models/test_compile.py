@@ -62,10 +62,7 @@ def compiled_without_a_word(model: nn.Module, scorer: TokenScorer) -> None:
     assert sum(module._compiled_call_impl is not None for module in model.modules()) == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    [("llama", True), ("gpt2", False), ("gemma3", True), ("qwen3", False)],
-)
+@pytest.mark.parametrize(("family", "checkpointing"), [("gpt2", False), ("gemma3", True)])
 def test_compiled_layers_have_the_same_numbers(family: str, checkpointing: bool) -> None:
     model = make_model(family)
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=checkpointing))
