@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from chat_families import FAMILIES
+from one_host import one_host  # noqa: F401  a fixture
 from process_ends import error_in_time, processes_with, wait_for_end
 from transformers import AutoTokenizer
 
@@ -297,7 +298,7 @@ def test_text_of_control_tokens_in_a_description_is_refused(
     assert "other" in shown and '"act' not in shown
 
 
-@pytest.mark.parametrize("template", ["that describes tools", "that does not"])
+@pytest.mark.usefixtures("one_host")
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -313,27 +314,29 @@ def test_tools_that_are_others_when_an_engine_starts_are_refused(
     hostile: Callable[..., Config],
     tiny_model_dir: Path,
     tmp_path: Path,
-    template: str,
     kind: str,
     why: str | None,
 ) -> None:
     cfg = hostile(f"later {kind}")
-    cfg.model.name = str(tiny_model_dir)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    if template == "that describes tools":
-        tokenizer.chat_template = FAMILIES["qwen2.5"].template
-        tokenizer.save_pretrained(tmp_path / "model")
-        (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
-        cfg.model.name = str(tmp_path / "model")
-    problems = Problems([Example("x", [{"role": "user", "content": "-"}])], [])
-    (example,) = with_prompts(cfg, problems, tokenizer).train
-    assert bool(example.tools) == (template == "that describes tools")
-    requests: list[Any] = []
-    engine: Any = SimpleNamespace(submit=requests.extend, close=lambda: None)
-    same = contextlib.nullcontext() if why is None else pytest.raises(ConfigError, match=why)
-    with same, contextlib.closing(with_episodes(cfg, engine, 1)) as episodes:
-        episodes.submit([Request("x", [1], 9, 1.0, problem=example)])
-    assert len(requests) == (why is None)
+    describing = tmp_path / "model"
+    for folder in (tiny_model_dir, describing):
+        if folder == describing:
+            tokenizer.chat_template = FAMILIES["qwen2.5"].template
+            tokenizer.save_pretrained(describing)
+            (describing / "config.json").write_text('{"model_type": "llama"}')
+            # The server's first connection again.
+            (tmp_path / "known").unlink()
+        cfg.model.name = str(folder)
+        problems = Problems([Example("x", [{"role": "user", "content": "-"}])], [])
+        (example,) = with_prompts(cfg, problems, tokenizer).train
+        assert bool(example.tools) == (folder == describing)
+        requests: list[Any] = []
+        engine: Any = SimpleNamespace(submit=requests.extend, close=lambda: None)
+        same = contextlib.nullcontext() if why is None else pytest.raises(ConfigError, match=why)
+        with same, contextlib.closing(with_episodes(cfg, engine, 1)) as episodes:
+            episodes.submit([Request("x", [1], 9, 1.0, problem=example)])
+        assert len(requests) == (why is None)
 
 
 def test_an_endless_list_is_read_to_a_bound(hostile: Callable[..., Config]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from one_host import one_host  # noqa: F401  a fixture
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
@@ -86,6 +87,7 @@ def test_a_batch_of_several_is_refused() -> None:
         TorchRLEpisode(ChatEnv(batch_size=[2]))
 
 
+@pytest.mark.usefixtures("one_host")
 def test_torchrl_s_countdown_trains(config: Config, train: Runner, tmp_path: Path) -> None:
     config.env.dataset = "torchrl_grpo.envs.episodes.torchrl_env:problems"
     config.env.data_path, config.env.task_args = None, {"size": 20}
