@@ -116,6 +116,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _file = item.path
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # What earlier files imported. Each run, and each lack of memory, collects garbage, and would look
+        # through it for 0.3 s.
+        gc.collect()
+        gc.freeze()
         # Hydra sets up logging for the whole process.
         root = logging.getLogger()
         root.setLevel(logging.WARNING)
