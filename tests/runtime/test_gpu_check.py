@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from batches import inputs, make_batch
+from forked import ForkedPopen
 from pretended_cuda import PretendedCuda
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -390,6 +391,10 @@ def test_the_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_stage_that_trains(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["inference_model.backend=transformers", "inference_model.max_model_len=200", "optimizer.lr=1e-3"]
     there = Context(context.folder, context.model, 0, words, 120.0)
+    monkeypatch.setattr(
+        "torchrl_grpo.tools.gpu_check.runs.subprocess.Popen",
+        lambda command, stdout, **_: ForkedPopen(command, stdout=stdout),
+    )
     found = command.run_stage("float32", STAGES["float32"], there)
     assert found.status is Status.passed, found.reason
     assert float(found.figures["engine_to_trainer_nats"]) < 1e-4
