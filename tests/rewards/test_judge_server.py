@@ -47,6 +47,12 @@ def test_the_run_starts_the_server_of_a_judge_and_ends_it(smollm2_dir: Path) -> 
     assert started and not alive
 
 
-def test_a_server_that_does_not_start_ends_the_run_before_it_does(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_ends_the_run_before_it_does(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a broken installation of vLLM, because importing a whole one takes ten seconds of a core."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise ImportError('a library of it is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"quality\.device=cpu: the judge's server ended while it started"):
-        build_reward_set(config(tmp_path))
+        build_reward_set(config(tiny_model_dir))
