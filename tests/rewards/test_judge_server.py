@@ -28,12 +28,12 @@ def config(model: Path, **args: Any) -> Config:
     return cfg
 
 
-def test_the_run_starts_the_server_of_a_judge_and_ends_it(smollm2_dir: Path) -> None:
+def test_the_run_starts_the_server_of_a_judge_and_ends_it(tiny_model_dir: Path) -> None:
     """The model is too small to judge, so its answer is one of those that the request allows."""
     cfg = config(
-        smollm2_dir,
-        engine_args={"max_model_len": 2048, "kv_cache_memory_bytes": 2**27, "max_num_seqs": 4},
-        request={"structured_outputs": {"choice": ['{"score": 7}', '{"score": 9}']}},
+        tiny_model_dir,
+        engine_args={"max_model_len": 1024, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 4},
+        request={"max_tokens": 32, "structured_outputs": {"choice": ['{"score": 7}', '{"score": 9}']}},
     )
     mine = psutil.Process()
     before = set(mine.children(recursive=True))
