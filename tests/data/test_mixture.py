@@ -204,7 +204,7 @@ def test_each_part_is_scored_and_graded_by_its_own_rewards(tmp_path: Path) -> No
         ({"dataset": "jsonl"}, "part jsonl: env.data_path=null"),
         ({"dataset": "gsm9k"}, "part gsm9k: env.dataset=gsm9k.*gsm8k"),
         ({"dataset": "gsm8k", "num_envs": 3}, r"env.mixture\[0\].num_envs: a part has no such key"),
-        ({"dataset": "gsm8k", "wieght": 1}, r"\[0\].wieght: a part has no such key; write weight instead"),
+        ({"dataset": "gsm8k", "weights": 1}, r"\[0\].weights: a part has no such key; write weight instead"),
         ({"dataset": "gsm8k", "weight": 0}, r"env.mixture\[0\].weight=0: it must be a number greater than 0"),
         ({"dataset": "gsm8k", "weight": "much"}, "weight=much"),
         ({"dataset": "gsm8k", "task_size": "x"}, r"env.mixture\[0\].task_size=x"),

@@ -276,7 +276,7 @@ def read_result(result: Result | Exception) -> tuple[float, dict[str, float]]:
         raise result
     if isinstance(result, Verdict):
         result = {**result.components, "score": result.score}
-    parts = dict(result) if isinstance(result, Mapping) else {"score": result}
+    parts: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in parts:
         raise ValueError(f"the result of a reward needs a 'score', got {sorted(parts)}")
     if None in parts.values():
