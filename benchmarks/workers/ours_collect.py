@@ -25,7 +25,7 @@ from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rewards import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.build import EngineSource, build_local_worker
+from torchrl_grpo.rollout.build import EngineSource, collector_with_local_worker
 
 
 class _Instant(SteppingEngine):
@@ -94,7 +94,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         return _Instant(workload.response_tokens)
 
     source = EngineSource(workload.model, workload.model, plan, [], None, True, make_engine)
-    collector = build_local_worker(cfg, source, env, tokenizer)
+    collector = collector_with_local_worker(cfg, source, env, tokenizer)
     collector.worker_group.send([], 0, Probe([], 0))
     # Advantages and the buffer are part of the path to the loss, as they are of the other library's.
     advantage = GroupAdvantage(PolicyConfig(), KLCoefficient(0.0), (1.0,), workload.response_tokens)

@@ -147,7 +147,9 @@ def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> Co
     def make_engine(*arguments: Any, **options: Any) -> SteppingEngine:
         return _Timed(source.make_engine(*arguments, **options), token_s)
 
-    return collections.build_local_worker(cfg, replace(source, make_engine=make_engine), env, tokenizer)
+    return collections.collector_with_local_worker(
+        cfg, replace(source, make_engine=make_engine), env, tokenizer
+    )
 
 
 def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> Collector:
@@ -156,7 +158,7 @@ def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any)
         cfg, source.model, source.eos_token_ids, tokenizer.pad_token_id, 64, threads=1, on_gpu=False
     )
     pool = RayPool(cfg, spec, count=num_devices(cfg.inference_model), actor=actor)
-    return collections.with_workers(cfg, source, env, tokenizer, pool)
+    return collections.collector_with_workers(cfg, source, env, tokenizer, pool)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def make(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_with_workers_is_evaluated(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     # What Ray's workers do is tested in tests/rollout/test_async_ray.py.
     pools: list[LocalPool] = []
-    monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools))
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(pools))
     trainer = make({"collector.max_policy_age": 1}, train_dataset=ROWS, rewards=shorter, asynchronous=True)
     trainer.train()
     found = trainer.evaluate()

@@ -32,7 +32,7 @@ def train(
         for key, value in changes.items():
             group, _, leaf = key.partition("__")
             setattr(getattr(config, group) if leaf else config, leaf or group, value)
-        monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools, **(options or {})))
+        monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(pools, **(options or {})))
         run_async(config, tmp_path / name)
         return read(tmp_path / name / "metrics.jsonl")
 

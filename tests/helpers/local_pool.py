@@ -146,7 +146,7 @@ class LocalReference:
 def collect_locally(
     pools: list[LocalPool], engine_type: Any = None, **options: Any
 ) -> build.CollectorFactory:
-    """What stands in for ``build.build_ray_workers``; every pool made is appended to ``pools``."""
+    """What stands in for ``build.collector_with_ray_workers``; every pool made is appended to ``pools``."""
 
     def collect(
         cfg: Config, source: build.EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
@@ -161,6 +161,6 @@ def collect_locally(
 
         pools.append(LocalPool(engine, cfg, **options))
         reference = LocalReference(cfg, source, tokenizer) if source.plan.reference_actors else None
-        return build.with_workers(cfg, source, env, tokenizer, pools[-1], reference)
+        return build.collector_with_workers(cfg, source, env, tokenizer, pools[-1], reference)
 
     return collect

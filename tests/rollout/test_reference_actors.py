@@ -48,7 +48,7 @@ def pools(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
     config.collector.max_policy_age = 2
     config.eval.num_problems = config.eval.frequency = 0
     found: list[LocalPool] = []
-    monkeypatch.setattr(build, "build_ray_workers", collect_locally(found))
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(found))
     return found
 
 

@@ -119,7 +119,7 @@ def test_a_teacher_in_a_process_of_its_own_says_the_same(
 ) -> None:
     config.policy.distill_top_k, config.train.total_dialog_turns = top_k, 16
     pools: list[LocalPool] = []
-    monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools))
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(pools))
     config.collector.max_policy_age = 1
     first = {}
     for devices in ("auto", 1):
@@ -153,7 +153,7 @@ def test_a_teacher_reads_the_solution_that_the_policy_does_not_see(
 
     monkeypatch.setattr(GroupBuffer, "replace_contents", kept)
     pools: list[LocalPool] = []
-    monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools))
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(pools))
     config.teacher_model.name, config.teacher_model.num_devices = config.model.name, devices
     config.teacher_model.hint = "It is {solution}."
     config.train.total_dialog_turns, config.collector.max_policy_age = 16, 1

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
     """Workers are threads; what was started."""
     found: list[LocalPool] = []
-    monkeypatch.setattr(build, "build_ray_workers", collect_locally(found))
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(found))
     return found
 
 
@@ -118,7 +118,7 @@ def test_what_dead_workers_had_begun_is_begun_anew_by_one_engine(
                 # The other worker's share of the round is there by then, or is not.
                 raise RuntimeError("device lost")
 
-    monkeypatch.setattr(build, "build_ray_workers", collect_locally([], fault=dies))
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally([], fault=dies))
     # Workers that continue a run die in its next round.
     for last, resume in ((1, None), (2, "auto"), (3, "auto")):
         worked.clear()

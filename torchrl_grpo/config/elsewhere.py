@@ -137,7 +137,7 @@ class Counterpart:
         return f"write nothing in its place. {why[0].upper()}{why[1:]}"
 
 
-def written(key: str, value: str) -> str:
+def translate_value(key: str, value: str) -> str:
     """Return a value of another system as ``key`` has it here; the value itself if there is no difference."""
     return _WRITTEN.get(f"{key}={value.lower()}", value)
 
@@ -165,7 +165,7 @@ def find_part(name: str) -> Counterpart | None:
 
 def find_argument(name: str) -> Counterpart | None:
     """Return the row of an argument of another system's trainer in Python."""
-    rows = [row for row in tables() if row.section == ARGUMENTS]
+    rows = [row for row in counterparts() if row.section == ARGUMENTS]
     return next((row for row in rows if name in row.theirs), None)
 
 
@@ -176,7 +176,7 @@ def rows() -> Sequence[Row]:
 
 
 @functools.cache
-def tables() -> Sequence[Counterpart]:
+def counterparts() -> Sequence[Counterpart]:
     """Return the rows with their parts, in the order of the file."""
     counterparts = []
     for row in rows():
@@ -190,7 +190,7 @@ def tables() -> Sequence[Counterpart]:
 @functools.cache
 def _whole() -> dict[str, Counterpart]:
     rows: dict[str, Counterpart] = {}
-    for row in tables():
+    for row in counterparts():
         if row.section != ARGUMENTS:
             for name in row.theirs:
                 rows.setdefault(name, row)

@@ -292,7 +292,7 @@ class KeyBook:
     def _taken(self, key: str, value: str | None) -> str | None:
         if value is None or key in self.sections:
             return value or "..."
-        return self.fitting(key, elsewhere.written(key, value))
+        return self.fitting(key, elsewhere.translate_value(key, value))
 
     def into_section(self, section: str, value: str | None) -> str:
         """Return what to write in place of a section with a plain value."""
@@ -339,8 +339,8 @@ class KeyBook:
         if choices := self.choices(key):
             close = difflib.get_close_matches(value, choices, n=1)
             example = close[0] if close else example
-            if elsewhere.written(key, value) != value:
-                example = elsewhere.written(key, value)
+            if elsewhere.translate_value(key, value) != value:
+                example = elsewhere.translate_value(key, value)
         return ConfigError(f"{shown}: it must be {self.describe(key)}; write {key}={example}, for example")
 
     def section_value(self, section: str, shown: str) -> ConfigError:

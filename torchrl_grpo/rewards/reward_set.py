@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.types import (

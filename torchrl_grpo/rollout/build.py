@@ -101,12 +101,12 @@ def build_collector(
     if not source.plan.asynchronous:
         cfg = replace(cfg, collector=replace(cfg.collector, max_policy_age=0, partial_rollout=False))
     if not source.plan.inference.own_process:
-        return build_local_worker(cfg, source, env, tokenizer)
-    build = build_servers if cfg.inference_model.engine.has_servers else build_ray_workers
+        return collector_with_local_worker(cfg, source, env, tokenizer)
+    build = collector_with_servers if cfg.inference_model.engine.has_servers else collector_with_ray_workers
     return build(cfg, source, env, tokenizer)
 
 
-def build_local_worker(
+def collector_with_local_worker(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collector:
     """Build a worker in this process, or in that of each rank. It works while the trainer waits for it."""
@@ -125,10 +125,10 @@ def build_local_worker(
         engine = with_episodes(cfg, engine, source.max_num_seqs(cfg))
     options = cfg.inference_model
     worker = RolloutWorker(engine, options.max_new_tokens, options.temperature, time.perf_counter)
-    return with_workers(cfg, source, env, tokenizer, LocalPool(worker, TrainerThread()))
+    return collector_with_workers(cfg, source, env, tokenizer, LocalPool(worker, TrainerThread()))
 
 
-def build_servers(
+def collector_with_servers(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collector:
     """Build a worker for each server, which runs ahead as far as ``collector.max_policy_age`` allows."""
@@ -152,10 +152,10 @@ def build_servers(
         # A little less than the dispatcher's, so that the error says what is missing.
         start_limit_s=0.9 * max(START_LIMIT_S, cfg.collector.timeout_s),
     )
-    return with_workers(cfg, source, env, tokenizer, ServerPool(spec, plan.num_engines))
+    return collector_with_workers(cfg, source, env, tokenizer, ServerPool(spec, plan.num_engines))
 
 
-def build_ray_workers(
+def collector_with_ray_workers(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collector:
     """Build workers on Ray, which run ahead of the trainer as far as ``collector.max_policy_age`` allows."""
@@ -196,7 +196,7 @@ def build_ray_workers(
     except BaseException:
         pool.close()
         raise
-    return with_workers(cfg, source, env, tokenizer, pool, reference)
+    return collector_with_workers(cfg, source, env, tokenizer, pool, reference)
 
 
 def _reference_actors(
@@ -218,7 +218,7 @@ def _reference_actors(
     return ReferenceActors(pool, spec, source.plan.reference_actors, limit_s)
 
 
-def with_workers(
+def collector_with_workers(
     cfg: Config,
     source: EngineSource,
     env: GroupTextEnv,
