@@ -74,8 +74,8 @@ def _end_to_end(peer: str, response_tokens: int, **settings: Any) -> Run:
     def run(options: Options) -> Iterator[results.Part]:
         theirs = options.work(response_tokens=response_tokens, settings=settings)
         ours = dataclasses.replace(theirs, settings=options.ours)
-        for found in options.compare(("ours", ours), (peer, theirs)):
-            yield results.whole_step(ours, theirs, found, options.pairs)
+        for comparison in options.compare(("ours", ours), (peer, theirs)):
+            yield results.whole_step(ours, theirs, comparison, options.pairs)
 
     return run
 
@@ -91,16 +91,16 @@ def _training(peer: str, **settings: Any) -> Run:
             del os.environ["BENCH_RECORD"]
             theirs = options.work(rollouts=str(recorded), settings=settings)
             ours = dataclasses.replace(theirs, settings=options.ours)
-            for found in options.compare(("ours", ours), (peer, theirs)):
-                yield results.training_phase(ours, theirs, found, options.pairs)
+            for comparison in options.compare(("ours", ours), (peer, theirs)):
+                yield results.training_phase(ours, theirs, comparison, options.pairs)
 
     return run
 
 
 def _collection(options: Options) -> Iterator[results.Part]:
     work = options.work(prompts=16, samples=8, response_tokens=200)
-    for found in options.compare(("ours_collect", work), ("torchrl_collect", work)):
-        yield results.collection(work, found, options.pairs)
+    for comparison in options.compare(("ours_collect", work), ("torchrl_collect", work)):
+        yield results.collection(work, comparison, options.pairs)
 
 
 _SHAPE = {"hidden": 576, "layers": 4, "vocab": 8192, "budget": 4096}
@@ -145,8 +145,8 @@ def _overlap(options: Options) -> Iterator[results.Part]:
         sync = _timed(work, 0, trainer_s, steps)
         asynchronous = _timed(work, count, trainer_s, steps)
         _say(f"  {count} workers, {trainer_s:.2f} s to generate a round:")
-        for found in options.compare(("overlap", asynchronous), ("overlap", sync)):
-            rows[count] = found
+        for comparison in options.compare(("overlap", asynchronous), ("overlap", sync)):
+            rows[count] = comparison
             yield results.overlap(work, rows, options.pairs)
 
 
@@ -230,7 +230,7 @@ def main() -> None:
     args.model = Path(args.model).name
     sizes = ("model", "prompts", "samples", "autocast")
     unusual = [
-        f"{one}={getattr(args, one)}" for one in sizes if getattr(args, one) != parser.get_default(one)
+        f"{size}={getattr(args, size)}" for size in sizes if getattr(args, size) != parser.get_default(size)
     ]
     ours = dict(_OURS)
     if args.no_compile:

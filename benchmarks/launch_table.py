@@ -116,12 +116,12 @@ def main() -> None:
     )
     budgets = [int(word) for word in sys.argv[1:] or ("4096", "65536")]
     for problems, varlen, budget in itertools.product((8, 32), (False, True), budgets):
-        found = measure(budget, problems, varlen)
+        cost = measure(budget, problems, varlen)
         attention = "varlen" if varlen else "dense"
         print(
-            f"{problems:8}  {attention:9}  {budget:6}  {found.tokens:6}  {found.micro_batches:13}  "
-            f"{found.kernels:7}  {found.waits:5}  {found.uploads:7}  {found.kernels / found.tokens:13.2f}  "
-            f"{1000 * found.waits / found.tokens:17.2f}",
+            f"{problems:8}  {attention:9}  {budget:6}  {cost.tokens:6}  {cost.micro_batches:13}  "
+            f"{cost.kernels:7}  {cost.waits:5}  {cost.uploads:7}  {cost.kernels / cost.tokens:13.2f}  "
+            f"{1000 * cost.waits / cost.tokens:17.2f}",
             flush=True,
         )
 

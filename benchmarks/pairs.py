@@ -73,12 +73,12 @@ def compare(
     Raises:
         RuntimeError: a worker exited, or the two sides had prompts of different lengths.
     """
-    found = Comparison((ours[0], theirs[0]))
+    comparison = Comparison((ours[0], theirs[0]))
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(*which)) for which in (ours, theirs)]
         for number in range(-warm_up, pairs):
             lengths = []
-            for worker, steps in zip(workers, (found.ours, found.theirs), strict=True):
+            for worker, steps in zip(workers, (comparison.ours, comparison.theirs), strict=True):
                 answer = worker.step()
                 phases = ", ".join(f"{k} {v:.2f}" for k, v in answer.items() if k in ("generate", "train"))
                 label = "warm-up" if number < 0 else f"pair {number + 1} of {pairs}"
@@ -90,4 +90,4 @@ def compare(
                 both = " and ".join(f"{worker.name} {n}" for worker, n in zip(workers, lengths, strict=True))
                 raise RuntimeError(f"the two sides had prompts of different lengths: {both} tokens")
             if number >= 0:
-                yield found
+                yield comparison

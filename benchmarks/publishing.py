@@ -94,9 +94,12 @@ class _Peak:
         self._thread = threading.Thread(target=self._watch)
 
     def _now(self) -> dict[str, float]:
-        found = {name: sum(_anonymous(one.pid) for one in listed) for name, listed in self._processes.items()}
+        bytes_used = {
+            name: sum(_anonymous(process.pid) for process in listed)
+            for name, listed in self._processes.items()
+        }
         files = [path for path in SHARED_MEMORY.glob("torchrl-grpo-*/*") if path.is_file()]
-        return {**found, "shared": float(sum(path.stat().st_blocks * 512 for path in files))}
+        return {**bytes_used, "shared": float(sum(path.stat().st_blocks * 512 for path in files))}
 
     def _watch(self) -> None:
         while not self._stop.wait(0.005):
@@ -177,9 +180,9 @@ def main() -> None:
         server.wait_until_ready(600)
         connection = ServerConnection(server.address, server.key, 300)
         connection.wait_until_up(30)
-        wanted = ServerRequirements(torch.float32, None, 512)
+        requirements = ServerRequirements(torch.float32, None, 512)
         api = _TimedApi()
-        engine = ServerEngine(connection, api, requirements=wanted, folder=SHARED_MEMORY, timeout_s=300)
+        engine = ServerEngine(connection, api, requirements=requirements, folder=SHARED_MEMORY, timeout_s=300)
         stack.callback(engine.close)
         engine.locate_weights(shapes)
         first = psutil.Process(server.pid)
@@ -221,9 +224,9 @@ def main() -> None:
         for carrier in carriers.values():
             carrier.close()
         print(f"SmolLM2-135M in float32, {size:.0f} MiB")
-        for name, found in times.items():
-            paused, wholes, inside_s = zip(*found, strict=True)
-            ratios = [one / other for one, other in zip(paused, inside_s, strict=True)]
+        for name, rows in times.items():
+            paused, wholes, inside_s = zip(*rows, strict=True)
+            ratios = [pause / other for pause, other in zip(paused, inside_s, strict=True)]
             print(
                 f"{name}: pause to resume {_spread(paused)} s, whole {_spread(wholes)} s, in the process "
                 f"{_spread(inside_s)} s, ratio {_spread(ratios)}; beside the model: trainer "

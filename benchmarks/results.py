@@ -97,68 +97,68 @@ def counted(done: int, planned: int, noun: str) -> str:
     return f"{done} {noun}" if done == planned else f"stopped after {done} of {planned} {noun}"
 
 
-def whole_step(ours: Workload, theirs: Workload, found: Comparison, planned: int) -> Part:
+def whole_step(ours: Workload, theirs: Workload, pairs: Comparison, planned: int) -> Part:
     """Report a whole step, from prompts to published weights. ``planned`` is the planned number of pairs."""
-    ratio = found.ratio()
+    ratio = pairs.ratio()
     alike = not theirs.settings.get("use_vllm")
     rows = [
         [
             side,
-            *(found.of(attribute, key).show(".1f") for key in ("seconds", "generate", "train", "peak_gib")),
+            *(pairs.of(attribute, key).show(".1f") for key in ("seconds", "generate", "train", "peak_gib")),
         ]
-        for side, attribute in (("this project", "ours"), (_NAMES[found.names[1]], "theirs"))
+        for side, attribute in (("this project", "ours"), (_NAMES[pairs.names[1]], "theirs"))
     ]
-    rest = Spread.of([100 * (s["seconds"] - s["generate"] - s["train"]) / s["seconds"] for s in found.ours])
-    share = found.of("ours", "gemm_share")
+    rest = Spread.of([100 * (s["seconds"] - s["generate"] - s["train"]) / s["seconds"] for s in pairs.ours])
+    share = pairs.of("ours", "gemm_share")
     # With vLLM, TRL's generation time includes publication, scoring and log-probabilities.
-    phases = [found.ratio(key).show() if alike else "" for key in ("generate", "train")]
+    phases = [pairs.ratio(key).show() if alike else "" for key in ("generate", "train")]
     rows.append(["**ratio**", f"**{ratio.show()}**", *phases, ""])
     return Part(
-        f"A step against {_NAMES[found.names[1]]}{_settings(theirs)}, responses of "
+        f"A step against {_NAMES[pairs.names[1]]}{_settings(theirs)}, responses of "
         f"{theirs.response_tokens} tokens, {_numbers(theirs)}",
         f"{_held(theirs)} Of our step {rest.show('.1f')} % is neither generation nor training; training runs "
         f"at {share.show()} of the rate of a plain matrix product measured when the run began. {_ours(ours)} "
-        f"{_OWN[found.names[1]]} {_MEMORY}",
+        f"{_OWN[pairs.names[1]]} {_MEMORY}",
         ["", "step, s", "generate, s", "train, s", "peak memory, GiB"],
         rows,
         {
             "ratio": dataclasses.astuple(ratio),
             "rest_percent": dataclasses.astuple(rest),
             "gemm_share": dataclasses.astuple(share),
-            "ours": found.ours,
-            "theirs": found.theirs,
+            "ours": pairs.ours,
+            "theirs": pairs.theirs,
         },
-        counted(len(found.ours), planned, "pairs"),
+        counted(len(pairs.ours), planned, "pairs"),
     )
 
 
-def training_phase(ours: Workload, theirs: Workload, found: Comparison, planned: int) -> Part:
+def training_phase(ours: Workload, theirs: Workload, pairs: Comparison, planned: int) -> Part:
     """Report the training phase on the same recorded rollouts. ``planned`` is the planned number of pairs."""
-    ratio = found.ratio("train")
+    ratio = pairs.ratio("train")
     rows = [
-        [side, found.of(attribute, "train").show(".1f"), found.of(attribute, "peak_gib").show(".1f")]
-        for side, attribute in (("this project", "ours"), (_NAMES[found.names[1]], "theirs"))
+        [side, pairs.of(attribute, "train").show(".1f"), pairs.of(attribute, "peak_gib").show(".1f")]
+        for side, attribute in (("this project", "ours"), (_NAMES[pairs.names[1]], "theirs"))
     ]
     rows.append(["**ratio**", f"**{ratio.show()}**", ""])
     return Part(
-        f"The training phase against {_NAMES[found.names[1]]}{_settings(theirs)}, responses of "
+        f"The training phase against {_NAMES[pairs.names[1]]}{_settings(theirs)}, responses of "
         f"{theirs.response_tokens} tokens, {_numbers(theirs)}",
         f"{_held(theirs)} Both train on the same recorded rollouts, advantages included but for TRL's. "
-        f"{_ours(ours)} {_OWN[found.names[1]]} {_MEMORY}",
+        f"{_ours(ours)} {_OWN[pairs.names[1]]} {_MEMORY}",
         ["", "train, s", "peak memory, GiB"],
         rows,
-        {"ratio": dataclasses.astuple(ratio), "ours": found.ours, "theirs": found.theirs},
-        counted(len(found.ours), planned, "pairs"),
+        {"ratio": dataclasses.astuple(ratio), "ours": pairs.ours, "theirs": pairs.theirs},
+        counted(len(pairs.ours), planned, "pairs"),
     )
 
 
-def collection(work: Workload, found: Comparison, planned: int) -> Part:
+def collection(work: Workload, pairs: Comparison, planned: int) -> Part:
     """Report the time of collection without forward passes. ``planned`` is the planned number of pairs."""
     samples = work.prompts * work.samples
-    ratio = found.ratio("collect")
+    ratio = pairs.ratio("collect")
 
     def per_sample(side: str) -> Spread:
-        return Spread.of([1000 * step["collect"] / samples for step in getattr(found, side)])
+        return Spread.of([1000 * step["collect"] / samples for step in getattr(pairs, side)])
 
     return Part(
         "Collection around an engine that answers at once",
@@ -168,11 +168,11 @@ def collection(work: Workload, found: Comparison, planned: int) -> Part:
         ["", "ms a sample"],
         [
             ["this project", per_sample("ours").show()],
-            [_NAMES[found.names[1]], per_sample("theirs").show()],
+            [_NAMES[pairs.names[1]], per_sample("theirs").show()],
             ["**ratio**", f"**{ratio.show('.1f')}**"],
         ],
         {"ratio": dataclasses.astuple(ratio), "ms": dataclasses.astuple(per_sample("ours"))},
-        counted(len(found.ours), planned, "pairs"),
+        counted(len(pairs.ours), planned, "pairs"),
     )
 
 
@@ -183,9 +183,9 @@ def overlap(work: Workload, rows: dict[int, Comparison], planned: int) -> Part:
         return Spread.of([step["seconds"] / bound(step["generate"], step["train"]) for step in steps])
 
     table, figures = [], {}
-    for count, found in rows.items():
-        longer, total = against(found.ours, max), against(found.theirs, lambda a, b: a + b)
-        ratio = found.ratio()
+    for count, pairs in rows.items():
+        longer, total = against(pairs.ours, max), against(pairs.theirs, lambda a, b: a + b)
+        ratio = pairs.ratio()
         table.append([str(count), longer.show(), total.show(), f"**{ratio.show()}**"])
         figures[str(count)] = {
             "longer": dataclasses.astuple(longer),
@@ -201,7 +201,7 @@ def overlap(work: Workload, rows: dict[int, Comparison], planned: int) -> Part:
         ["workers", "async: step / longer of the two", "sync: step / sum of the two", "sync / async"],
         table,
         figures,
-        counted(min(len(found.ours) for found in rows.values()), planned, "pairs"),
+        counted(min(len(pairs.ours) for pairs in rows.values()), planned, "pairs"),
     )
 
 
@@ -223,17 +223,17 @@ def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
     figure.tight_layout()
     figure.savefig(plot)
     pyplot.close(figure)
-    found = {key: memory.growth(points, key, warm_up=20) for key in names}
+    growths = {key: memory.growth(points, key, warm_up=20) for key in names}
     return Part(
         "Memory of a long asynchronous run",
         f"{int(points[-1]['step'])} optimizer steps on a small random model, 16 responses each, two workers, "
         "weights published after every step. Medians of the second and of the last fifth of the run, in MiB.",
         ["", "second fifth", "last fifth", "growth"],
         [
-            [names[key], f"{one['early']:.0f}", f"{one['late']:.0f}", f"{one['growth']:+.1%}"]
-            for key, one in found.items()
+            [names[key], f"{growth['early']:.0f}", f"{growth['late']:.0f}", f"{growth['growth']:+.1%}"]
+            for key, growth in growths.items()
         ],
-        found,
+        growths,
         "one run",
         plot.name,
     )

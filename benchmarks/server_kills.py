@@ -25,15 +25,15 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 def _servers(run: psutil.Process) -> list[psutil.Process]:
     """Return the first process of each server that listens."""
-    found = []
+    servers = []
     for process in run.children(recursive=False):
         try:
             words = process.cmdline()
             if _PROGRAM in words and Path(words[words.index("--uds") + 1]).is_socket():
-                found.append(process)
+                servers.append(process)
         except psutil.Error:
             continue
-    return found
+    return servers
 
 
 def _command(args: argparse.Namespace, folder: Path) -> list[str]:

@@ -55,9 +55,9 @@ def measure(engine: SteppingEngine, episodes: int, seed: int) -> float:
     prompts = [render(tokenizer, example)[1] for example in examples]
     seeds = [seed + n for n in range(episodes)]
     start = time.perf_counter()
-    found = engine.generate(prompts, Sampling(1, 300, 1.0, seeds, problems=examples))
+    groups = engine.generate(prompts, Sampling(1, 300, 1.0, seeds, problems=examples))
     seconds = time.perf_counter() - start
-    return sum(sum(one.sampled or []) for group in found for one in group) / seconds
+    return sum(sum(episode.sampled or []) for group in groups for episode in group) / seconds
 
 
 def main() -> None:

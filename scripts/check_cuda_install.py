@@ -86,20 +86,20 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="where the environment is made; default: a temporary folder"
     )
-    given = parser.parse_args()
-    overrides = OVERRIDES[given.vllm]
-    folder = Path(tempfile.mkdtemp(prefix="cuda-install-", dir=given.folder))
+    args = parser.parse_args()
+    overrides = OVERRIDES[args.vllm]
+    folder = Path(tempfile.mkdtemp(prefix="cuda-install-", dir=args.folder))
     try:
-        if given.resolve:
+        if args.resolve:
             output = str(folder / "versions.txt")
-            version = ["--python-version", given.python]
+            version = ["--python-version", args.python]
             uv("pip", "compile", "--quiet", *version, *overrides, MAIN, "--output-file", output)
         else:
-            install(given.python, overrides, folder)
+            install(args.python, overrides, folder)
     finally:
         shutil.rmtree(folder)
-    done = "resolved" if given.resolve else "installed and imported"
-    print(f"Python {given.python}, vLLM {given.vllm}: {done}")
+    done = "resolved" if args.resolve else "installed and imported"
+    print(f"Python {args.python}, vLLM {args.vllm}: {done}")
 
 
 if __name__ == "__main__":

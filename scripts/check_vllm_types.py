@@ -49,7 +49,7 @@ def unpack(requirement: str, folder: Path) -> None:
 def settings(folder: Path) -> str:
     """Return mypy's settings of the project, with vLLM read from ``folder`` and its own errors left out."""
     mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    skipped = [name for one in mypy["overrides"] for name in one["module"] if one.get("follow_imports")]
+    skipped = [name for rule in mypy["overrides"] for name in rule["module"] if rule.get("follow_imports")]
     sections = [
         "[mypy]",
         *(f"{key} = {value}" for key, value in mypy.items() if isinstance(value, bool)),
@@ -91,7 +91,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("wheels", nargs="+", metavar="PACKAGE==VERSION")
-    sys.exit(0 if all([check(one) for one in parser.parse_args().wheels]) else 1)
+    sys.exit(0 if all([check(wheel) for wheel in parser.parse_args().wheels]) else 1)
 
 
 if __name__ == "__main__":

@@ -44,14 +44,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent.resolve()
     docs = Path(config.docs_dir).resolve()
     pages = [root / name for name in _PAGES] + sorted(docs.rglob("*.md"))
-    found = {page: None for page in pages}
+    sources = {page: None for page in pages}
     for page in pages:
         for link in _LINK.findall(page.read_text(encoding="utf-8")):
             target = (page.parent / link).resolve()
             if target.is_file() and target.is_relative_to(root):
-                found[target] = None
+                sources[target] = None
     site = [
-        File.generated(config, path.relative_to(root).as_posix(), abs_src_path=str(path)) for path in found
+        File.generated(config, path.relative_to(root).as_posix(), abs_src_path=str(path)) for path in sources
     ]
     theme = [file for file in files if not Path(file.abs_src_path or "").is_relative_to(docs)]
     return Files([*theme, *site])

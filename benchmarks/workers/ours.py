@@ -151,7 +151,7 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
         use_scaler=False,
         max_skipped_steps=0,
     )
-    given = torch.tensor(recorded["rewards"])[..., None]
+    rewards = torch.tensor(recorded["rewards"])[..., None]
     completions = [
         [Completion(tokens, values, "length") for tokens, values in zip(*group, strict=True)]
         for group in zip(recorded["responses"], recorded["log_probs"], strict=True)
@@ -159,8 +159,8 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
     batch = build_batch(
         recorded["prompts"],
         completions,
-        given,
-        given,
+        rewards,
+        rewards,
         torch.arange(groups)[:, None].expand(groups, samples),
         0,
         0,

@@ -90,7 +90,9 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     paced = _Paced()
     trainer = _Timed(
         model=model,
-        reward_funcs=lambda completions, **_: [reward(one[0]["content"]) for one in completions],
+        reward_funcs=lambda completions, **_: [
+            reward(completion[0]["content"]) for completion in completions
+        ],
         args=config,
         train_dataset=Dataset.from_list([{"prompt": chat} for chat in workload.messages(tokenizer)]),
         processing_class=tokenizer,

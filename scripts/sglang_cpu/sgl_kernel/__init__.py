@@ -26,7 +26,7 @@ class _Absent(types.ModuleType):
             raise AttributeError(name)
         return _Absent(f"{self.__name__}.{name}")
 
-    def __call__(self, *given: Any, **named: Any) -> NoReturn:
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
         raise NotImplementedError(f"{self.__name__} needs SGLang's kernels, which are not installed here")
 
 
