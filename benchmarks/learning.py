@@ -261,24 +261,24 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), half
 
 
-def table(found: dict[str, list[Accuracies]]) -> str:
+def table(accuracies: dict[str, list[Accuracies]]) -> str:
     """Return the results as Markdown.
 
     Args:
-        found: for each arm, the accuracies before and after of each seed.
+        accuracies: for each arm, the accuracies before and after of each seed.
     """
     lines = [
         "| arm | accuracy | before | after, by seed | seconds | rise | difference to the first arm |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    first = next(iter(found.values()))
-    for arm, seeds in found.items():
+    first = next(iter(accuracies.values()))
+    for arm, seeds in accuracies.items():
         seconds = statistics.fmean(seed[SECONDS][0] for seed in seeds)
         for name in (name for name in seeds[0] if name != SECONDS):
             before = statistics.fmean(seed[name][0] for seed in seeds)
             after = ", ".join(f"{seed[name][1]:.3f}" for seed in seeds)
             rise = "{:+.3f} ± {:.3f}".format(*interval([seed[name][1] - seed[name][0] for seed in seeds]))
-            pairs = [one[name][1] - other[name][1] for one, other in zip(seeds, first, strict=True)]
+            pairs = [own[name][1] - other[name][1] for own, other in zip(seeds, first, strict=True)]
             difference = "" if seeds is first else "{:+.3f} ± {:.3f}".format(*interval(pairs))
             lines.append(
                 f"| {arm} | {name} | {before:.3f} | {after} | {seconds:.0f} | {rise} | {difference} |"
@@ -302,19 +302,19 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="further words of every command, key=value")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, required=True, help="folder for the runs")
-    asked = parser.parse_intermixed_args()
-    arms = EXPERIMENTS[asked.experiment]
-    found: dict[str, list[Accuracies]] = {arm: [] for arm in arms}
+    args = parser.parse_intermixed_args()
+    arms = EXPERIMENTS[args.experiment]
+    accuracies: dict[str, list[Accuracies]] = {arm: [] for arm in arms}
     # Seed by seed, so that what has been measured can be compared at any time.
-    for seed in range(asked.seeds):
-        model = asked.folder.resolve() / f"small-vlm-{seed}" if asked.experiment == "pictures" else None
+    for seed in range(args.seeds):
+        model = args.folder.resolve() / f"small-vlm-{seed}" if args.experiment == "pictures" else None
         if model is not None and not model.is_dir():
             small_vlm.build(model, seed)
         for arm, stages in arms.items():
-            folders = folders_of(stages, arms, seed, asked.folder.resolve())
-            run_stages(stages, seed, folders, asked.words, model)
-            found[arm].append(_accuracies(folders))
-        print(f"\n{seed + 1} seed(s)\n{table(found)}", flush=True)
+            folders = folders_of(stages, arms, seed, args.folder.resolve())
+            run_stages(stages, seed, folders, args.words, model)
+            accuracies[arm].append(_accuracies(folders))
+        print(f"\n{seed + 1} seed(s)\n{table(accuracies)}", flush=True)
 
 
 if __name__ == "__main__":

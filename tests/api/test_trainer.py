@@ -81,8 +81,8 @@ def test_a_run_with_workers_is_evaluated(make: Make, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(pools))
     trainer = make({"collector.max_policy_age": 1}, train_dataset=ROWS, rewards=shorter, asynchronous=True)
     trainer.train()
-    found = trainer.evaluate()
-    assert found["eval/primary"] == trainer.metrics()[-1]["eval/primary"]
+    metrics = trainer.evaluate()
+    assert metrics["eval/primary"] == trainer.metrics()[-1]["eval/primary"]
     assert pools and all(pool.closed for pool in pools)
     assert {path.name for path in trainer.output_dir.iterdir()} >= {
         "objects.pkl",
@@ -108,8 +108,8 @@ def test_a_run_from_python_is_the_run_of_the_command(
     for _ in range(2):
         trainer = make(config, config_name="grpo_quickstart")
         summary = trainer.train()
-        found = [unmeasured(line) for line in trainer.metrics()]
-        for ours, theirs in zip(found, expected, strict=True):
+        lines = [unmeasured(line) for line in trainer.metrics()]
+        for ours, theirs in zip(lines, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
         assert summary["steps"] == 2 and summary == json.loads(
             (trainer.output_dir / "summary.json").read_text()
@@ -188,12 +188,12 @@ def test_rows_with_rewards_of_their_own(make: Make) -> None:
     rows: list[Any] = [Item(number) for number in range(8)]
     trainer = make(config, train_dataset=rows, eval_dataset=[Item(9)], rewards=shorter)
     trainer.train()
-    found = read(trainer.output_dir / "rollouts.jsonl")
-    assert "What is 0?" in found[0]["prompt"] and not any("errors" in row for row in found)
-    assert [row["rewards"]["get_reward"] for row in found[:8]] == [0.0] * 4 + [1.0] * 4
+    rollouts = read(trainer.output_dir / "rollouts.jsonl")
+    assert "What is 0?" in rollouts[0]["prompt"] and not any("errors" in row for row in rollouts)
+    assert [row["rewards"]["get_reward"] for row in rollouts[:8]] == [0.0] * 4 + [1.0] * 4
     # Other rewards are added to that of the rows.
-    assert all("shorter" in row["rewards"] for row in found)
-    assert all(row["reward"] == pytest.approx(sum(row["rewards"].values())) for row in found)
+    assert all("shorter" in row["rewards"] for row in rollouts)
+    assert all(row["reward"] == pytest.approx(sum(row["rewards"].values())) for row in rollouts)
     assert trainer.metrics()[0]["eval/primary"] == trainer.metrics()[0]["eval/reward/get_reward"] == 9.0
 
 
@@ -262,8 +262,8 @@ def test_prompts_and_a_function_are_enough(make: Make, capsys: pytest.CaptureFix
     summary = trainer.train()
     assert (summary["grader"], summary["eval_problems"], summary["accuracy_after"]) == ("shorter", 8, None)
     assert 0 < summary["primary_before"] <= 1 and 0 < summary["primary_after"] <= 1
-    said = capsys.readouterr()
-    assert "8 of 40 questions are held out" in said.err and "graded by          shorter\n" in said.out
+    output = capsys.readouterr()
+    assert "8 of 40 questions are held out" in output.err and "graded by          shorter\n" in output.out
 
 
 @pytest.mark.parametrize("is_endless", [False, True])
@@ -272,14 +272,14 @@ def test_data_sets_that_stream_are_read_as_far_as_needed(make: Make, is_endless:
     stream: Rows = Endless() if is_endless else hugging_face(ROWS).to_iterable_dataset()
     config = {"eval.num_problems": None, "env.shuffle_buffer": 13, "reward.weights": {"format": 1}}
     cfg = make(config, train_dataset=stream, rewards=["format"]).cfg
-    found = load(cfg)
+    problems = load(cfg)
     if is_endless:
         # Four problems of two rounds, 200 held-out ones at most, and 13 further ones.
-        assert (len(found.train), len(found.held_out)) == (217 - 21, 21)
-        assert "is a stream, of which the first 217 rows are read" in found.notes[0]
+        assert (len(problems.train), len(problems.held_out)) == (217 - 21, 21)
+        assert "is a stream, of which the first 217 rows are read" in problems.notes[0]
     else:
         # Four sums are those of held-out ones, in another order.
-        assert (len(found.train), len(found.held_out)) == (len(ROWS) - 8 - 4, 8)
+        assert (len(problems.train), len(problems.held_out)) == (len(ROWS) - 8 - 4, 8)
 
 
 @pytest.mark.slow
@@ -297,8 +297,8 @@ def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
     assert [line["step"] for line in whole] == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="holds an earlier run"):
         trainer.train()
-    found = trainer.evaluate()
-    assert found == {name: value for name, value in whole[-1].items() if name in found}
+    metrics = trainer.evaluate()
+    assert metrics == {name: value for name, value in whole[-1].items() if name in metrics}
     saved = AutoModelForCausalLM.from_pretrained(trainer.save(tmp_path / "saved"))
     written = AutoModelForCausalLM.from_pretrained(trainer.output_dir / "checkpoints/3/model")
     assert all(map(torch.equal, saved.parameters(), written.parameters()))
@@ -504,9 +504,11 @@ def test_a_script_that_a_launcher_starts_twice_trains_as_one_process(
     else:
         done = run_launcher(launcher, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    one, two = ([unmeasured(line) for line in read(place / "metrics.jsonl")] for place in (alone, folder))
-    assert len(one) == 3
-    for ours, expected in zip(two, one, strict=True):
+    alone_lines, two = (
+        [unmeasured(line) for line in read(place / "metrics.jsonl")] for place in (alone, folder)
+    )
+    assert len(alone_lines) == 3
+    for ours, expected in zip(two, alone_lines, strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
     weights = [load_file(Path(f"{place}-model") / "model.safetensors") for place in (alone, folder)]
     for name, tensor in weights[0].items():
@@ -514,7 +516,7 @@ def test_a_script_that_a_launcher_starts_twice_trains_as_one_process(
     # Methods return the same on every rank.
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second and first["summary"]["steps"] == 2 and first["steps"] == [0, 1, 2]
-    assert first["evaluation"]["eval/accuracy"] == one[-1]["eval/accuracy"]
+    assert first["evaluation"]["eval/accuracy"] == alone_lines[-1]["eval/accuracy"]
 
 
 def test_what_cannot_leave_the_process_is_said(make: Make) -> None:

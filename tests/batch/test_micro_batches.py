@@ -80,9 +80,9 @@ def test_rows_go_where_a_search_of_all_bins_and_shares_puts_them(
 def test_every_response_is_in_one_micro_batch_within_the_budget(shares: bool, seed: int, tokens: int) -> None:
     batch = make_batch(P=5, G=4, L=7, T=6, seed=seed)
     budget = TokenBudget(tokens, shares, print)
-    found = pieces_of(batch, budget)
+    pieces = pieces_of(batch, budget)
     seen = torch.zeros(5, 4, dtype=torch.int64)
-    for micro in found:
+    for micro in pieces:
         seen[list(micro.rows), micro.samples] += 1
         assert cost_of(batch, micro, shares) <= tokens
         # A group is cut only where it cannot be kept whole.
@@ -134,7 +134,7 @@ def test_the_budget_changes_no_gradient(tokens: int) -> None:
     batch, model = make_batch(P=4, G=4), make_model()
     loss, advantage = make_objective(TokenScorer(model), kl_coef=0.1, entropy_coef=0.01)
     batch = advantage.inv(batch)
-    totals, found = count_totals(batch["masks", "loss"]), []
+    totals, results = count_totals(batch["masks", "loss"]), []
     for budget in (10**6, tokens):
         model.zero_grad()
 
@@ -145,9 +145,9 @@ def test_the_budget_changes_no_gradient(tokens: int) -> None:
             return float(total.detach())
 
         values = TokenBudget(budget, True, print).run(batch, backward, lambda: None)
-        found.append((sum(values), len(values), gradients(model)))
-    (whole, one, expected), (summed, many, gradient) = found
-    assert one == 1 and many > 1
+        results.append((sum(values), len(values), gradients(model)))
+    (whole, whole_count, expected), (summed, micro_count, gradient) = results
+    assert whole_count == 1 and micro_count > 1
     assert summed == pytest.approx(whole, **EQUAL)
     for name in expected:
         torch.testing.assert_close(gradient[name], expected[name], **EXACT)
@@ -180,8 +180,8 @@ GPU = "CUDA out of memory. Tried to allocate 2.00 GiB"
 @pytest.mark.parametrize("message", [CPU, GPU, CUBLAS])
 def test_the_budget_halves_until_memory_holds_and_stays_there(message: str) -> None:
     batch = make_batch(P=8, G=4)
-    said: list[str] = []
-    budget = TokenBudget(10_000, True, said.append)
+    messages: list[str] = []
+    budget = TokenBudget(10_000, True, messages.append)
     memory = Memory(batch, 40, message)
     assert sum(budget.run(batch, memory.work, memory.undo)) == len(memory.done)
     covered = torch.zeros(8, 4)
@@ -189,12 +189,12 @@ def test_the_budget_halves_until_memory_holds_and_stays_there(message: str) -> N
         covered[list(micro.rows), micro.samples] += 1
     # Nothing is counted twice, although earlier attempts had begun.
     assert (covered == 1).all()
-    assert memory.undone == len(said) > 0
-    assert "the step is run again" in said[0] and "train.max_tokens_per_microbatch" in said[0]
+    assert memory.undone == len(messages) > 0
+    assert "the step is run again" in messages[0] and "train.max_tokens_per_microbatch" in messages[0]
     tokens = budget.tokens
     assert 1 <= tokens <= 40
     budget.run(batch, memory.work, memory.undo)
-    assert budget.tokens == tokens and memory.undone == len(said)
+    assert budget.tokens == tokens and memory.undone == len(messages)
     other = TokenBudget(10_000, True, print)
     other.load_state_dict(budget.state_dict())
     assert other.tokens == tokens

@@ -112,8 +112,8 @@ def test_a_second_interrupt_ends_a_process_that_waits_for_its_write(
                 "The checkpoint of step 5 is still being written; interrupt again to end without it.\n"
             )
             process.send_signal(number)
-            said = process.stderr.read()
-            assert (process.wait(), said) == ending
+            error = process.stderr.read()
+            assert (process.wait(), error) == ending
         finally:
             process.kill()
 

@@ -120,8 +120,8 @@ def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
         with pytest.raises(CheckpointError, match=r"No space left on device; 0\.00 GiB") as raised:
             checkpoint.save(run_dir, step, cfg=Config(), write_model=fail, state={}, keep=1)
         assert f"checkpoints/{step}: " in str(raised.value) and f"resume={run_dir}" in str(raised.value)
-        found = checkpoint.find(run_dir, "auto")
-        assert found.name == "5" and checkpoint.load_state(found)["value"] == 1
+        newest = checkpoint.find(run_dir, "auto")
+        assert newest.name == "5" and checkpoint.load_state(newest)["value"] == 1
         assert steps(run_dir) == ["5"], "what it had written takes no room"
 
 
@@ -145,7 +145,7 @@ def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("large", "said"),
+    ("large", "reason"),
     [
         ("model", r"I/O error: File too large \(os error 27\)"),
         ("tokenizer", r"\(File too large \(os error 27\)"),
@@ -153,7 +153,7 @@ def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None
     ],
 )
 def test_a_file_that_the_system_cuts_off_is_one_clear_message(
-    run_dir: Path, tiny_model_dir: Path, large: str, said: str
+    run_dir: Path, tiny_model_dir: Path, large: str, reason: str
 ) -> None:
     save(run_dir, 5)
     writers: dict[str, Callable[[Path], Any]] = {
@@ -166,7 +166,7 @@ def test_a_file_that_the_system_cuts_off_is_one_clear_message(
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, limits[1]))
     try:
         # Each library puts what the system says in words of its own.
-        with pytest.raises(CheckpointError, match=f"/10: the checkpoint could not be written .*{said}"):
+        with pytest.raises(CheckpointError, match=f"/10: the checkpoint could not be written .*{reason}"):
             checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state=state, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -481,7 +481,7 @@ def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_di
 
 def messages_that_end_runs() -> list[tuple[str, str]]:
     """Where each stands, and its text; what is filled in is left out."""
-    found = []
+    messages = []
     for path in sorted(Path(checkpoint.__file__).parents[1].rglob("*.py")):
         tree = ast.parse(path.read_text())
         named = {
@@ -490,11 +490,11 @@ def messages_that_end_runs() -> list[tuple[str, str]]:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             # Those that are raised, and what a model that does not fit is said with.
             ends = ast.unparse(call.func) in ("TrainingStopped", "WorkersLost", "stop_on_oom")
-            given = [*call.args[:1]] if ends else [k.value for k in call.keywords if k.arg == "instead"]
-            for text in (named.get(ast.unparse(one), one) for one in given):
+            arguments = [*call.args[:1]] if ends else [k.value for k in call.keywords if k.arg == "instead"]
+            for text in (named.get(ast.unparse(argument), argument) for argument in arguments):
                 parts = [n.value for n in ast.walk(text) if isinstance(n, ast.Constant)]
-                found.append((f"{path.name}:{call.lineno}", "".join(filter(_is_text, parts))))
-    return found
+                messages.append((f"{path.name}:{call.lineno}", "".join(filter(_is_text, parts))))
+    return messages
 
 
 def _is_text(value: object) -> TypeGuard[str]:
@@ -609,7 +609,7 @@ def test_a_run_goes_on_where_there_are_other_gpus(here: int, monkeypatch: pytest
     def set_all(states: list[torch.Tensor]) -> None:
         # CUDA knows no generator of a device that is not there.
         assert len(states) <= here
-        set_to.extend(int(one) for one in states)
+        set_to.extend(int(state) for state in states)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_all)
@@ -648,7 +648,7 @@ def test_counters_go_through_a_file(tmp_path: Path) -> None:
 def test_a_reward_of_the_user_is_a_verdict_once_0_and_1_and_nothing_else_have_occurred(
     evaluations: list[list[float]], accuracies: list[float | None]
 ) -> None:
-    counters, found = Counters(), []
+    counters, kept_values = Counters(), []
     for values in evaluations:
         mean = sum(values) / 2
         metrics = {"eval/primary": mean, "eval/reward": mean}
@@ -657,11 +657,11 @@ def test_a_reward_of_the_user_is_a_verdict_once_0_and_1_and_nothing_else_have_oc
         kept = counters.take_grades(metrics)
         assert kept.keys() - metrics.keys() == set() and kept["eval/primary"] == mean
         assert len({name for name in kept if name.startswith("eval/accuracy")}) in (0, 3)
-        found.append(kept.get("eval/accuracy"))
+        kept_values.append(kept.get("eval/accuracy"))
         counters.primary_before = sum(evaluations[0]) / 2
-        before = None if found[-1] is None else counters.primary_before
+        before = None if kept_values[-1] is None else counters.primary_before
         assert counters.share_before == before, "first and last are shown by one name"
-    assert found == accuracies
+    assert kept_values == accuracies
 
 
 def test_a_built_in_grader_has_an_accuracy_from_the_first_evaluation() -> None:

@@ -34,16 +34,16 @@ def test_the_command_has_what_the_run_has(tiny_model_dir: Path, capsys: pytest.C
     words = ["inference_model.max_model_len=300", "env.num_envs=16", "inference_model.dtype=float32"]
     serve.main(["--print", "--port", "8123", f"model.name={tiny_model_dir}", "env.repeats=8", *words])
     (line,) = capsys.readouterr().out.splitlines()
-    found = shlex.split(line)
-    assert f"{KEY_VARIABLE}=YOUR_KEY" in found
-    given = dict(itertools.pairwise(found))
-    assert given["--model"] == str(tiny_model_dir) and given["--port"] == "8123"
-    assert given["--host"] == "127.0.0.1" and given["--dtype"] == "float32"
-    assert given["--max-model-len"] == "300" and given["--max-num-seqs"] == "128"
-    assert given["--middleware"].endswith("RequireKey")
+    command = shlex.split(line)
+    assert f"{KEY_VARIABLE}=YOUR_KEY" in command
+    options = dict(itertools.pairwise(command))
+    assert options["--model"] == str(tiny_model_dir) and options["--port"] == "8123"
+    assert options["--host"] == "127.0.0.1" and options["--dtype"] == "float32"
+    assert options["--max-model-len"] == "300" and options["--max-num-seqs"] == "128"
+    assert options["--middleware"].endswith("RequireKey")
     # An older vLLM gets the routes by another middleware.
-    assert ("--enable-scale-out" in found) is has_token_server()
-    assert any(word.endswith("OlderRoutes") for word in found) is not has_token_server()
+    assert ("--enable-scale-out" in command) is has_token_server()
+    assert any(word.endswith("OlderRoutes") for word in command) is not has_token_server()
 
 
 def test_a_server_is_started_in_place_of_the_command(
@@ -73,17 +73,17 @@ def test_sglang_is_started_from_its_own_environment(
     options |= {"dtype": "bfloat16", "head_dtype": "float32", "engine_args.schedule_policy": "lpm"}
     words = [f"inference_model.{key}={value}" for key, value in options.items()]
     serve.main([f"model.name={tiny_model_dir}", "env.num_envs=16", "env.repeats=8", *words])
-    ((found, env),) = seen
-    assert found[:2] == [sys.executable, "-P"] and found[2].endswith("sglang/program.py")
-    given = dict(itertools.pairwise(found))
-    assert given["--model-path"] == str(tiny_model_dir) and given["--port"] == "8000"
-    assert given["--context-length"] == "300" and given["--max-running-requests"] == "128"
-    assert given["--dtype"] == "bfloat16" and "--enable-fp32-lm-head" in found
-    assert given["--device"] == "cpu" and given["--schedule-policy"] == "lpm"
-    assert given["--custom-weight-loader"].endswith("loader.answer")
+    ((command, env),) = seen
+    assert command[:2] == [sys.executable, "-P"] and command[2].endswith("sglang/program.py")
+    flags = dict(itertools.pairwise(command))
+    assert flags["--model-path"] == str(tiny_model_dir) and flags["--port"] == "8000"
+    assert flags["--context-length"] == "300" and flags["--max-running-requests"] == "128"
+    assert flags["--dtype"] == "bfloat16" and "--enable-fp32-lm-head" in command
+    assert flags["--device"] == "cpu" and flags["--schedule-policy"] == "lpm"
+    assert flags["--custom-weight-loader"].endswith("loader.answer")
     # Keys and values of two layers, two heads of 32 numbers in two bytes each: 512 bytes a token.
-    assert int(given["--max-total-tokens"]) == 2**30 // 512
-    assert env["SGLANG_API_KEY"] == "mine" and "mine" not in " ".join(found) + capsys.readouterr().out
+    assert int(flags["--max-total-tokens"]) == 2**30 // 512
+    assert env["SGLANG_API_KEY"] == "mine" and "mine" not in " ".join(command) + capsys.readouterr().out
     assert env["PYTHONPATH"] == ""
 
 
@@ -91,9 +91,9 @@ def test_sglang_on_a_gpu_honors_seeds(tiny_model_dir: Path) -> None:
     cfg = Config()
     cfg.model.name = str(tiny_model_dir)
     share: dict[str, Any] = {"max_num_seqs": 8, "gpu_memory_utilization": 0.5}
-    found = sglang_arguments(cfg, torch.device("cuda"), **share)
-    assert found["enable_deterministic_inference"] is True and found["mem_fraction_static"] == 0.5
-    assert "device" not in found and "max_total_tokens" not in found
+    arguments = sglang_arguments(cfg, torch.device("cuda"), **share)
+    assert arguments["enable_deterministic_inference"] is True and arguments["mem_fraction_static"] == 0.5
+    assert "device" not in arguments and "max_total_tokens" not in arguments
     cfg.inference_model.engine_args = {"enable_deterministic_inference": False}
     assert sglang_arguments(cfg, torch.device("cuda"), **share)["enable_deterministic_inference"] is False
 
@@ -136,8 +136,8 @@ def test_a_port_that_is_taken_is_one_line(
     with pytest.raises(SystemExit) as ended:
         serve.main(words)
     assert ended.value.code == 2
-    found = f"error: --port={taken}: another program listens there at 127.0.0.1; "
-    assert capsys.readouterr().err == f"{found}end it, or write another --port\n"
+    message = f"error: --port={taken}: another program listens there at 127.0.0.1; "
+    assert capsys.readouterr().err == f"{message}end it, or write another --port\n"
     # The command itself can be printed anywhere.
     serve.main(["--print", *words])
 
@@ -207,5 +207,5 @@ def test_a_socket_that_a_killed_server_has_left_is_removed(tmp_path: Path) -> No
 def test_mistakes_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         serve.main(words)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and says in said
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and says in error

@@ -26,8 +26,8 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed(line: str, *words: str) -> Config:
-    given = [f"allocation_mode={line}", *words]
-    node = OmegaConf.merge(schema_node(), OmegaConf.from_dotlist(given))
+    overrides = [f"allocation_mode={line}", *words]
+    node = OmegaConf.merge(schema_node(), OmegaConf.from_dotlist(overrides))
     assert isinstance(node, DictConfig)
     return parse(node)
 
@@ -94,13 +94,13 @@ def test_a_line_is_planned(
     line: str, count: int, asynchronous: bool, train: str, engines: str, backend: str, kind: str
 ) -> None:
     cfg = parsed(line, "env.num_envs=8")
-    found = plan(build_request(cfg, asynchronous), count)
-    assert (gpus(found.train.devices), gpus(found.inference.devices)) == (train, engines)
+    chosen = plan(build_request(cfg, asynchronous), count)
+    assert (gpus(chosen.train.devices), gpus(chosen.inference.devices)) == (train, engines)
     assert (cfg.inference_model.backend, cfg.train_model.parallelism) == (backend, kind)
     # The plan says what the line stands for, and these keys give the same plan.
-    (note,) = found.notes
-    told = ", ".join(f"{key}={show(value)}" for key, value in meaning(cfg).items())
-    assert note == f"allocation_mode={line} is {told}"
+    (note,) = chosen.notes
+    settings = ", ".join(f"{key}={show(value)}" for key, value in meaning(cfg).items())
+    assert note == f"allocation_mode={line} is {settings}"
     node = OmegaConf.merge(
         schema_node(),
         OmegaConf.from_dotlist([f"{key}={show(value)}" for key, value in meaning(cfg).items()]),
@@ -108,8 +108,8 @@ def test_a_line_is_planned(
     assert isinstance(node, DictConfig)
     same = plan(build_request(parse(node), asynchronous), count)
     size = cfg.inference_model.tensor_parallel_size * cfg.inference_model.pipeline_parallel_size
-    assert found.engine_size == size and found.num_engines * size == len(found.inference.devices)
-    assert (same.train, same.inference) == (found.train, found.inference)
+    assert chosen.engine_size == size and chosen.num_engines * size == len(chosen.inference.devices)
+    assert (same.train, same.inference) == (chosen.train, chosen.inference)
 
 
 @pytest.mark.parametrize(

@@ -169,11 +169,13 @@ def test_epochs_are_as_many_rounds_as_ask_every_problem(epochs: float, problems:
     assert rounds(whole) == expected
     assert whole.train.total_dialog_turns == expected * 64 and whole.train.num_epochs is None
     assert cfg.train.num_epochs == epochs, "what was asked for stays as it was"
-    said = describe_length(cfg, problems)
-    assert f"{expected} rounds of 8 problems x 8 samples" in said
+    description = describe_length(cfg, problems)
+    assert f"{expected} rounds of 8 problems x 8 samples" in description
     # Refills draw further problems, and nobody knows how many.
     cfg.policy.constant_groups = ConstantGroups("refill")
-    assert describe_length(cfg, problems) == f"{said}, and more for refills" and said.endswith(" problems")
+    assert describe_length(cfg, problems) == f"{description}, and more for refills" and description.endswith(
+        " problems"
+    )
 
 
 def test_a_length_in_samples_stays() -> None:

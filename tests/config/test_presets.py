@@ -118,9 +118,9 @@ def groups(dtype: torch.dtype, seed: int = 3) -> tuple[TensorDict, Tensor]:
     return floats, new.to(dtype)
 
 
-def largest_relative(found: Tensor, expected: Tensor, size: float = 0.0) -> float:
+def largest_relative(actual: Tensor, expected: Tensor, size: float = 0.0) -> float:
     """Largest difference, relative to the largest entry, or to ``size`` if that is larger."""
-    return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=size))
+    return float((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=size))
 
 
 def differences(case: str, dtype: torch.dtype, seed: int = 3) -> tuple[float, float]:
@@ -168,15 +168,15 @@ def test_a_case_is_not_the_default_in_disguise(case: str) -> None:
     if case == "grpo":
         return
     batch, new = groups(torch.float64)
-    found = []
+    grads = []
     for keys in (settings_of(case), {}):
         scorer = FixedScorer(new)
         loss, advantage = make_objective(scorer, LONGEST, **keys)
         terms = loss(advantage.inv(batch.clone()))
         sum(term for name, term in terms.items() if name.startswith("loss_")).backward()
         assert scorer.log_probs.grad is not None
-        found.append(scorer.log_probs.grad)
-    assert largest_relative(found[0], found[1]) > 1e-3
+        grads.append(scorer.log_probs.grad)
+    assert largest_relative(grads[0], grads[1]) > 1e-3
 
 
 def test_every_key_of_the_policy_is_in_a_case() -> None:
@@ -236,9 +236,9 @@ def near_the_model() -> TensorDict:
     return batch
 
 
-def assert_same(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
-    assert other[0] == pytest.approx(one[0], **EQUAL)
-    for name, gradient in one[1].items():
+def assert_same(first: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
+    assert other[0] == pytest.approx(first[0], **EQUAL)
+    for name, gradient in first[1].items():
         torch.testing.assert_close(other[1][name], gradient, **EXACT)
 
 
@@ -336,8 +336,8 @@ def test_advantages_with_a_std_do_not_change_under_a_scale(rewards: list[float],
     if float(values[0].std()) < 1e-3:
         return
     for std in ("population", "unbiased", "batch"):
-        one, other = group_advantage(values, std, 0.0), group_advantage(values * scale, std, 0.0)
-        torch.testing.assert_close(one, other)
+        advantages, other = group_advantage(values, std, 0.0), group_advantage(values * scale, std, 0.0)
+        torch.testing.assert_close(advantages, other)
 
 
 # Several rewards
@@ -445,8 +445,8 @@ def test_an_adapted_coefficient_counts_in_the_advantages(where: str) -> None:
     loss, advantage = make_objective(FixedScorer(new), init_kl_coeff=0.1, kl_target=0.1, **keys)
     loss.kl.value = 0.7
     expected = advantages_by_hand(PolicyConfig(kl_coef=0.7, **keys), batch, LONGEST)
-    found = advantage.inv(batch.clone())["advantage"].squeeze(-1)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    advantages = advantage.inv(batch.clone())["advantage"].squeeze(-1)
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
 
 
 # MaxEnt
@@ -545,7 +545,7 @@ def test_entropy_bonus_against_the_definition() -> None:
     loss, advantage = make_objective(scorer, LONGEST, entropy_coef=0.5)
     terms = loss(advantage.inv(batch))
     terms["loss_entropy"].backward()
-    found = gradients(model)
+    grads = gradients(model)
     model.zero_grad()
     # Entropy of every response token from the model's own logits, one response at a time.
     entropies = []
@@ -560,4 +560,4 @@ def test_entropy_bonus_against_the_definition() -> None:
     expected.backward()
     assert float(terms["loss_entropy"].detach()) == pytest.approx(float(expected.detach()), **EQUAL)
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(found[name], gradient, **EXACT)
+        torch.testing.assert_close(grads[name], gradient, **EXACT)

@@ -65,40 +65,40 @@ def test_a_lone_file_is_split_the_same_way_whatever_the_seed(tmp_path: Path) -> 
     path = write(tmp_path / "a.jsonl", gsm8k_rows(40))
     first, second = config(data_path=str(path)), config(data_path=str(path))
     second.seed = 7
-    one, two = load(first), load(second)
-    assert one.held_out == two.held_out
-    assert len(one.held_out) == 5 and len(one.train) == 35
-    assert not set(questions(one.train)) & set(questions(one.held_out))
-    assert len({e.id for e in [*one.train, *one.held_out]}) == 40
+    problems, two = load(first), load(second)
+    assert problems.held_out == two.held_out
+    assert len(problems.held_out) == 5 and len(problems.train) == 35
+    assert not set(questions(problems.train)) & set(questions(problems.held_out))
+    assert len({e.id for e in [*problems.train, *problems.held_out]}) == 40
 
 
 def test_a_folder_of_splits_uses_its_test_split_and_drops_shared_questions(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", gsm8k_rows(10))
     write(tmp_path / "test.jsonl", gsm8k_rows(6, start=7))
-    found = load(config(data_path=str(tmp_path), num_problems=100, answer_format="plain"))
-    assert questions(found.held_out) == [f"What is {n} + {n}?" for n in range(7, 13)]
-    assert questions(found.train) == [f"What is {n} + {n}?" for n in range(7)]
+    problems = load(config(data_path=str(tmp_path), num_problems=100, answer_format="plain"))
+    assert questions(problems.held_out) == [f"What is {n} + {n}?" for n in range(7, 13)]
+    assert questions(problems.train) == [f"What is {n} + {n}?" for n in range(7)]
 
 
 def test_a_folder_without_a_test_split_is_split_off(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", gsm8k_rows(10))
-    found = load(config(data_path=str(tmp_path)))
-    assert (len(found.train), len(found.held_out)) == (5, 5)
+    problems = load(config(data_path=str(tmp_path)))
+    assert (len(problems.train), len(problems.held_out)) == (5, 5)
 
 
 def test_eval_data_path_takes_the_place_of_the_test_split(tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", gsm8k_rows(10))
     held_out = write(tmp_path / "b.jsonl", gsm8k_rows(3, start=9))
-    found = load(config(data_path=str(train), eval_data_path=str(held_out)))
-    assert len(found.held_out) == 3
-    assert len(found.train) == 9
+    problems = load(config(data_path=str(train), eval_data_path=str(held_out)))
+    assert len(problems.held_out) == 3
+    assert len(problems.train) == 9
 
 
 def test_at_most_num_problems_are_held_out_and_each_question_once(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", gsm8k_rows(3))
     write(tmp_path / "test.jsonl", gsm8k_rows(20, start=10) * 2)
-    found = load(config(data_path=str(tmp_path), num_problems=8))
-    assert len(set(questions(found.held_out))) == len(found.held_out) == 8
+    problems = load(config(data_path=str(tmp_path), num_problems=8))
+    assert len(set(questions(problems.held_out))) == len(problems.held_out) == 8
 
 
 def test_data_path_is_relative_to_the_working_directory(
@@ -127,8 +127,8 @@ def test_json_arrays_parquet_and_saved_datasets_read_alike(tmp_path: Path) -> No
     ).save_to_disk(str(tmp_path / "dict"))
     expected = load(config(data_path=str(write(tmp_path / "a.jsonl", rows))))
     for name in ("a.json", "a.parquet", "saved", "split"):
-        found = load(config(data_path=str(tmp_path / name)))
-        assert (found.train, found.held_out) == (expected.train, expected.held_out), name
+        problems = load(config(data_path=str(tmp_path / name)))
+        assert (problems.train, problems.held_out) == (expected.train, expected.held_out), name
     both = load(config(data_path=str(tmp_path / "dict")))
     assert (len(both.train), len(both.held_out)) == (10, 4)
 
@@ -148,10 +148,10 @@ def test_the_whole_gsm8k(tmp_path: Path) -> None:
         write(folder / "train.jsonl", gsm8k_rows(900, start=36))
         write(folder / "test.jsonl", gsm8k_rows(300, start=2_000))
     rows = sum(1 for _ in (folder / "train.jsonl").open(encoding="utf-8"))
-    found = load(config(data_path=str(folder), num_problems=200))
-    assert (len(found.train), len(found.held_out)) == (rows, 200)
-    assert found.train[0].truth == {"answer": "72"}
-    assert all(e.truth["answer"].lstrip("-").replace(".", "").isdigit() for e in found.train)
+    problems = load(config(data_path=str(folder), num_problems=200))
+    assert (len(problems.train), len(problems.held_out)) == (rows, 200)
+    assert problems.train[0].truth == {"answer": "72"}
+    assert all(e.truth["answer"].lstrip("-").replace(".", "").isdigit() for e in problems.train)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ def test_an_unreachable_hub_names_env_data_path(monkeypatch: pytest.MonkeyPatch)
 def test_the_hub_is_asked_for_the_right_names(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked: list[tuple[str, str | None]] = []
+    requests: list[tuple[str, str | None]] = []
 
     def answer(name: str, subset: str | None) -> dict[str, list[dict[str, str]]]:
-        asked.append((name, subset))
+        requests.append((name, subset))
         return {
             split: [
                 {"problem": f"p{n}", "solution": f"\\boxed{{{n}}}"} | row
@@ -264,16 +264,16 @@ def test_the_hub_is_asked_for_the_right_names(monkeypatch: pytest.MonkeyPatch) -
     load(config(hub_name="me/mine"))
     load(config(hub_subset="socratic"))
     load(config("jsonl", hub_name="me/mine", hub_subset="s"))
-    assert asked == [
+    assert requests == [
         ("openai/gsm8k", "main"),
         ("me/mine", None),
         ("openai/gsm8k", "socratic"),
         ("me/mine", "s"),
     ]
-    asked.clear()
+    requests.clear()
     with pytest.raises(DataError, match="nothing is left"):
         load(config("math"))
-    assert len(asked) == 7
+    assert len(requests) == 7
 
 
 def on_hub(folder: Path, parquet: bool = False, first: int = 0, **splits: int) -> str:
@@ -302,11 +302,11 @@ def library_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_dataset_without_a_test_split_is_split(tmp_path: Path, parquet: bool) -> None:
     name = on_hub(tmp_path / "only_train", parquet, train=12)
     cfg = config(hub_name=name)
-    found = load(cfg)
+    problems = load(cfg)
     cfg.seed = 7
-    assert (len(found.train), len(found.held_out)) == (7, 5)
-    assert not {question_key(e) for e in found.train} & {question_key(e) for e in found.held_out}
-    assert found == load(cfg), "the same rows whatever the seed"
+    assert (len(problems.train), len(problems.held_out)) == (7, 5)
+    assert not {question_key(e) for e in problems.train} & {question_key(e) for e in problems.held_out}
+    assert problems == load(cfg), "the same rows whatever the seed"
     assert len(load(config(hub_name=name, num_problems=0)).train) == 12
 
 
@@ -314,10 +314,10 @@ def test_a_hub_dataset_without_a_test_split_is_split(tmp_path: Path, parquet: bo
 def test_a_stream_is_read_as_far_as_the_run_needs_it(tmp_path: Path) -> None:
     cfg = config("jsonl", hub_name=on_hub(tmp_path / "rows", train=90, test=40), shuffle_buffer=3)
     cfg.env.repeats, cfg.train.total_dialog_turns = 4, 40
-    found = load(cfg)
+    problems = load(cfg)
     # Ten that are drawn, five held out and three further ones; the same of the test split.
-    assert (len(found.train), len(found.held_out)) == (18, 5)
-    assert "rows is a stream, of which the first 18 rows are read" in found.notes[0]
+    assert (len(problems.train), len(problems.held_out)) == (18, 5)
+    assert "rows is a stream, of which the first 18 rows are read" in problems.notes[0]
     cfg.policy.constant_groups, cfg.policy.max_refills = ConstantGroups.refill, 2
     assert len(load(cfg).train) == 38
     cfg.env.shuffle_buffer = None
@@ -346,8 +346,8 @@ def test_splits_are_chosen(tmp_path: Path, hub: bool) -> None:
     place: dict[str, Any] = {"hub_name": folder} if hub else {"data_path": folder}
 
     def sizes(num_problems: Any = 99, **env: Any) -> tuple[int, int]:
-        found = load(config(num_problems=num_problems, **place, **env))
-        return len(found.train), len(found.held_out)
+        problems = load(config(num_problems=num_problems, **place, **env))
+        return len(problems.train), len(problems.held_out)
 
     assert sizes() == (9, 8)
     assert sizes(eval_split="validation") == (9, 7)
@@ -407,8 +407,8 @@ def test_math_takes_answer_or_the_boxed_solution(tmp_path: Path) -> None:
 def test_jsonl_takes_the_columns_of_env_fields(tmp_path: Path) -> None:
     rows = [{"frage": f"f{n}", "antwort": f" a{n} "} for n in range(8)]
     path = str(write(tmp_path / "a.jsonl", rows))
-    found = load(config("jsonl", data_path=path, fields={"question": "frage", "answer": "antwort"}))
-    assert found.train[0].truth["answer"].startswith("a")
+    problems = load(config("jsonl", data_path=path, fields={"question": "frage", "answer": "antwort"}))
+    assert problems.train[0].truth["answer"].startswith("a")
     with pytest.raises(DataError, match=r"no column 'question', and its columns are 'frage', 'antwort'"):
         load(config("jsonl", data_path=path))
     with pytest.raises(ConfigError, match=r"env\.fields={frage:question}: frage is none of question"):
@@ -422,8 +422,8 @@ def test_answers_may_be_numbers(tmp_path: Path) -> None:
     rows = [{"question": f"q{n}", "problem": f"q{n}", "answer": value} for n, value in enumerate(numbers)]
     path = str(write(tmp_path / "a.jsonl", rows))
     for dataset in ("jsonl", "math"):
-        found = load(config(dataset, num_problems=0, data_path=path))
-        assert [e.truth["answer"] for e in found.train] == [
+        problems = load(config(dataset, num_problems=0, data_path=path))
+        assert [e.truth["answer"] for e in problems.train] == [
             "3",
             "-4",
             "0.5",
@@ -451,8 +451,8 @@ def test_answers_may_be_numbers(tmp_path: Path) -> None:
 def test_a_null_answer_is_none(tmp_path: Path, fields: dict[str, str], null: float | None) -> None:
     rows = [{"question": f"q{number}", "answer": null, "solution": None} for number in range(4)]
     path = str(write(tmp_path / "a.jsonl", rows))
-    found = load(config("jsonl", num_problems=2, data_path=path, fields=fields))
-    assert all(one.truth == {} and one.solution == "" for one in (*found.train, *found.held_out))
+    problems = load(config("jsonl", num_problems=2, data_path=path, fields=fields))
+    assert all(row.truth == {} and row.solution == "" for row in (*problems.train, *problems.held_out))
     # Where some rows have an answer, a reward that compares with it is refused, and others are not.
     others = [{**row, "question": f"new {row['question']}"} for row in rows]
     mixed = str(write(tmp_path / "b.jsonl", [{"question": "new", "answer": "1", "solution": None}, *others]))
@@ -489,9 +489,9 @@ def test_a_tenth_of_ones_own_rows_is_held_out(tmp_path: Path, rows: int, held_ou
     path = str(write(tmp_path / "a.jsonl", [{"prompt": f"Tell me of {number}."} for number in range(rows)]))
     cfg = config("jsonl", data_path=path)
     cfg.eval.num_problems = None
-    found = load(cfg)
-    assert (len(found.train), len(found.held_out)) == (rows - held_out, held_out)
-    assert f"{held_out} of {rows} questions are held out; eval.num_problems=N" in found.notes[0]
+    problems = load(cfg)
+    assert (len(problems.train), len(problems.held_out)) == (rows - held_out, held_out)
+    assert f"{held_out} of {rows} questions are held out; eval.num_problems=N" in problems.notes[0]
     # Where there are held-out rows, so many of them are taken.
     more = str(write(tmp_path / "b.jsonl", [{"prompt": f"Explain {number}."} for number in range(250)]))
     apart = load(Config(env=EnvConfig(dataset="jsonl", data_path=path, eval_data_path=more)))
@@ -556,8 +556,10 @@ def test_conversations_that_end_alike_are_different_problems(tmp_path: Path) -> 
     for name, numbers in (("train", range(50)), ("test", range(40, 60))):
         rows = [chat(number, "Digits  please.") for number in numbers]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load(config("jsonl", data_path=str(tmp_path), fields={"messages": "messages"}, num_problems=20))
-    assert (len(found.train), len(found.held_out)) == (40, 20)
+    problems = load(
+        config("jsonl", data_path=str(tmp_path), fields={"messages": "messages"}, num_problems=20)
+    )
+    assert (len(problems.train), len(problems.held_out)) == (40, 20)
     # A question is the same whether it is a text or a chat of one message.
     single = Example("x", [{"role": "system", "content": "s"}], question=conversation(
         [{"role": "user", "content": "a  b"}]))  # fmt: skip
@@ -625,30 +627,30 @@ def test_choose_is_a_sample_in_the_source_order() -> None:
 def test_reasoning_gym_splits_are_disjoint_and_repeatable() -> None:
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     cfg = config("reasoning_gym", 60, task="chain_sum", task_args=args, task_size=300)
-    one, two = load(cfg), load(cfg)
-    assert len(one.train) == 300 and len(one.held_out) == 60
-    assert len(set(questions(one.held_out))) == 60
-    assert not set(questions(one.train)) & set(questions(one.held_out))
-    assert two.train[17] == one.train[17] and two.held_out == one.held_out
-    assert one.train[-1] == one.train[299]
-    assert one.train[3:5] == [one.train[3], one.train[4]]
+    problems, two = load(cfg), load(cfg)
+    assert len(problems.train) == 300 and len(problems.held_out) == 60
+    assert len(set(questions(problems.held_out))) == 60
+    assert not set(questions(problems.train)) & set(questions(problems.held_out))
+    assert two.train[17] == problems.train[17] and two.held_out == problems.held_out
+    assert problems.train[-1] == problems.train[299]
+    assert problems.train[3:5] == [problems.train[3], problems.train[4]]
     with pytest.raises(IndexError):
-        one.train[300]
+        problems.train[300]
     cfg.seed = 1
     other = load(cfg)
-    assert questions(other.train) != questions(one.train) and other.held_out == one.held_out
+    assert questions(other.train) != questions(problems.train) and other.held_out == problems.held_out
 
 
 def test_reasoning_gym_truth_survives_json() -> None:
     import reasoning_gym
 
     for task in ("chain_sum", "graph_color", "knights_knaves", "rearc", "gsm_symbolic"):
-        found = load(config("reasoning_gym", 1, task=task, task_size=1, answer_format="plain")).train[0]
-        truth = json.loads(json.dumps(found.truth))
+        example = load(config("reasoning_gym", 1, task=task, task_size=1, answer_format="plain")).train[0]
+        truth = json.loads(json.dumps(example.truth))
         entry = codec.decode(truth["entry"])
         scorer = reasoning_gym.create_dataset(task, seed=0, size=1)
         assert truth["task"] == task
-        assert entry["question"] == found.messages[-1]["content"]
+        assert entry["question"] == example.messages[-1]["content"]
         if entry["answer"] is not None:
             assert scorer.score_answer(entry["answer"], entry) == 1.0, task
 
@@ -664,8 +666,8 @@ def test_every_task_of_reasoning_gym_loads_and_its_own_answer_is_right() -> None
     for task in names:
         if task == "composite":  # it has no default; see below
             continue
-        found = load(config("reasoning_gym", 1, task=task, task_size=1))
-        truth = json.loads(json.dumps(found.train[0].truth))
+        problems = load(config("reasoning_gym", 1, task=task, task_size=1))
+        truth = json.loads(json.dumps(problems.train[0].truth))
         answer = truth["entry"]["answer"]
         if answer is None:  # any answer with the right properties will do
             unanswered.add(task)
@@ -677,8 +679,8 @@ def test_every_task_of_reasoning_gym_loads_and_its_own_answer_is_right() -> None
 
 def test_a_composite_task_takes_plain_dictionaries() -> None:
     args = {"datasets": [{"name": "chain_sum"}, {"name": "gcd", "weight": 2.0}]}
-    found = load(config("reasoning_gym", 4, task="composite", task_args=args, task_size=30))
-    assert {e.truth["entry"]["metadata"]["source_dataset"] for e in found.train} == {"chain_sum", "gcd"}
+    problems = load(config("reasoning_gym", 4, task="composite", task_args=args, task_size=30))
+    assert {e.truth["entry"]["metadata"]["source_dataset"] for e in problems.train} == {"chain_sum", "gcd"}
 
 
 @pytest.mark.parametrize(

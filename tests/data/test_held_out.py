@@ -143,11 +143,11 @@ def load(task: str, args: dict[str, Any], count: int = 40, size: int = 400) -> P
 @pytest.mark.parametrize("task", TASKS)
 def test_no_task_trains_on_what_it_holds_out(task: str) -> None:
     args, same = TASKS[task]
-    found = load(task, args)
-    held_out, train = found.held_out, found.train[:]
-    assert len({text(one) for one in held_out}) == len(held_out) > 5 and len(train) == 400
-    assert not {text(one) for one in held_out} & {text(one) for one in train}
-    assert not {same(text(one), one) for one in held_out} & {same(text(one), one) for one in train}
+    problems = load(task, args)
+    held_out, train = problems.held_out, problems.train[:]
+    assert len({text(row) for row in held_out}) == len(held_out) > 5 and len(train) == 400
+    assert not {text(row) for row in held_out} & {text(row) for row in train}
+    assert not {same(text(row), row) for row in held_out} & {same(text(row), row) for row in train}
 
 
 @pytest.mark.slow
@@ -155,32 +155,32 @@ def test_every_rule_fits_the_entries_of_its_task() -> None:
     from torchrl_grpo.data.gym_identity import _RULES
 
     for task in sorted(_RULES):
-        found = load(task, {}, count=0, size=2)
-        assert all(one.identity for one in found.train), task
+        problems = load(task, {}, count=0, size=2)
+        assert all(row.identity for row in problems.train), task
 
 
 def test_a_composite_task_holds_out_what_its_tasks_say_is_the_same() -> None:
     parts = [{"name": name, "config": TASKS[name][0]} for name in ("chain_sum", "gcd", "basic_arithmetic")]
-    found = load("composite", {"datasets": parts})
+    problems = load("composite", {"datasets": parts})
 
     def same(example: Example) -> Hashable:
         task = example.truth["entry"]["metadata"]["source_dataset"]
         return task == "gcd", signed(text(example), example) if task != "gcd" else numbers(text(example))
 
-    assert not {same(one) for one in found.held_out} & {same(one) for one in found.train}
+    assert not {same(row) for row in problems.held_out} & {same(row) for row in problems.train}
 
 
 def test_few_problems_are_held_out_with_all_their_wordings_and_half_remain() -> None:
     args, _ = TASKS["basic_arithmetic"]
     for count, share in ((40, 0.25), (200, 0.45), (400, 0.5)):
-        found = load("basic_arithmetic", args, count=count)
-        sums = {numbers(text(one)) for one in found.held_out}
-        trained = {numbers(text(one)) for one in found.train[:]}
+        problems = load("basic_arithmetic", args, count=count)
+        sums = {numbers(text(row)) for row in problems.held_out}
+        trained = {numbers(text(row)) for row in problems.train[:]}
         assert len(sums) <= share * 66 + 1 and not sums & trained and len(sums | trained) > 60
-        (note,) = found.notes
-        assert f" were found. {len(sums)} of them are held out, in {len(found.held_out)} questions" in note
-        assert (len(found.held_out) < count) == (f"eval.num_problems={count} would leave fewer" in note)
-        assert (len(found.held_out) == count) == (count < 400)
+        (note,) = problems.notes
+        assert f" were found. {len(sums)} of them are held out, in {len(problems.held_out)} questions" in note
+        assert (len(problems.held_out) < count) == (f"eval.num_problems={count} would leave fewer" in note)
+        assert (len(problems.held_out) == count) == (count < 400)
     assert not load("chain_sum", {}).notes
 
 
@@ -193,9 +193,9 @@ def test_a_task_with_a_single_problem_is_refused() -> None:
 
 
 def test_replaced_problems_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    found = load("gcd", TASKS["gcd"][0])
+    problems = load("gcd", TASKS["gcd"][0])
     caplog.set_level("INFO")
-    assert found.train[:] == found.train[:]
+    assert problems.train[:] == problems.train[:]
     lines = [record.getMessage() for record in caplog.records if "held out" in record.getMessage()]
     assert 1 < len(lines) <= 3 and "10 were held out" in lines[1] and "in other words" in lines[1]
 
@@ -204,50 +204,52 @@ def test_replaced_problems_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def write(path: Path, questions: Sequence[str], **more: Sequence[str]) -> str:
-    found = [
+    rows = [
         {"question": question, "answer": "1"} | {name: values[i] for name, values in more.items()}
         for i, question in enumerate(questions)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def test_no_part_trains_in_other_words_on_what_another_part_holds_out(tmp_path: Path) -> None:
     args, _ = TASKS["basic_arithmetic"]
-    asked = [f"{how} {a} + {b}?" for how in ("What is", "How much is") for a in range(10) for b in range(10)]
+    questions = [
+        f"{how} {a} + {b}?" for how in ("What is", "How much is") for a in range(10) for b in range(10)
+    ]
     stories = [f"Ann has {n} eggs and eats one. How many are left?" for n in range(40)]
-    told = [f"Of {n} eggs Ann eats one. What is left?" for n in range(40)]
+    word_problems = [f"Of {n} eggs Ann eats one. What is left?" for n in range(40)]
     gym: dict[str, Any] = {"dataset": "reasoning_gym", "task_size": 300}
     parts: list[dict[str, Any]] = [
         gym | {"name": "natural", "task": "basic_arithmetic", "task_args": args},
         gym | {"name": "both", "task": "basic_arithmetic", "task_args": args | {"operators": ["+", "-"]}},
         gym | {"name": "chain", "task": "chain_sum", "task_args": TASKS["chain_sum"][0]},
-        {"name": "file", "dataset": "jsonl", "data_path": write(tmp_path / "a.jsonl", asked)},
+        {"name": "file", "dataset": "jsonl", "data_path": write(tmp_path / "a.jsonl", questions)},
         {"name": "stories", "dataset": "jsonl", "data_path": write(tmp_path / "b.jsonl", stories)},
         {
             "name": "told",
             "dataset": "jsonl",
             "data_path": write(
-                tmp_path / "c.jsonl", told[::-1], original=[f" {one}" for one in stories[::-1]]
+                tmp_path / "c.jsonl", word_problems[::-1], original=[f" {story}" for story in stories[::-1]]
             ),
             "fields": {"identity": "original"},
         },
     ]
     cfg = Config()
     cfg.env.mixture, cfg.eval.num_problems = parts, 12
-    found = data.load(cfg)
-    assert isinstance(found, Mixture)
+    problems = data.load(cfg)
+    assert isinstance(problems, Mixture)
 
     def same(example: Example) -> Hashable:
         if example.part in ("stories", "told"):
             return numbers(text(example))
         return signed(text(example).replace("How much is", ":").replace("What is", ":"), example)
 
-    held_out, train = found.held_out, [found.train[i] for i in range(len(found.train))]
-    assert {one.part for one in held_out} == {one.part for one in train} == {part["name"] for part in parts}
-    assert not {text(one) for one in held_out} & {text(one) for one in train}
-    assert not {same(one) for one in held_out} & {same(one) for one in train}
-    notes = [note for part in found.problems for note in part.notes]
+    held_out, train = problems.held_out, [problems.train[i] for i in range(len(problems.train))]
+    assert {row.part for row in held_out} == {row.part for row in train} == {part["name"] for part in parts}
+    assert not {text(row) for row in held_out} & {text(row) for row in train}
+    assert not {same(row) for row in held_out} & {same(row) for row in train}
+    notes = [note for part in problems.problems for note in part.notes]
     assert any(
         re.search(r"env\.mixture: told: \d+ of 28 .*: 0 with the same question", note) for note in notes
     )
@@ -259,22 +261,25 @@ def test_rewordings_of_a_file_are_held_out_together(tmp_path: Path) -> None:
     cfg = Config(env=EnvConfig(dataset="jsonl", fields={"identity": "original"}))
     cfg.env.data_path = write(tmp_path / "a.jsonl", questions, original=originals)
     cfg.eval.num_problems = 11
-    found = data.load(cfg)
-    held_out = {one.columns["original"] for one in found.held_out}
-    assert len(found.held_out) == 11 and len(held_out) == 4
-    assert {one.columns["original"] for one in found.train} == set(originals) - held_out
-    assert "1 of 79 training problems are left out" in found.notes[0] and "1 in other words" in found.notes[0]
+    problems = data.load(cfg)
+    held_out = {row.columns["original"] for row in problems.held_out}
+    assert len(problems.held_out) == 11 and len(held_out) == 4
+    assert {row.columns["original"] for row in problems.train} == set(originals) - held_out
+    assert (
+        "1 of 79 training problems are left out" in problems.notes[0]
+        and "1 in other words" in problems.notes[0]
+    )
 
 
 def test_a_problem_with_most_of_the_rows_is_trained_on(tmp_path: Path) -> None:
     rows = [(f"question {n}", "one" if n % 10 else str(n)) for n in range(1_000)]
     cfg = Config(env=EnvConfig(dataset="jsonl", fields={"identity": "topic"}))
     cfg.env.data_path = write(
-        tmp_path / "a.jsonl", [asked for asked, _ in rows], topic=[topic for _, topic in rows]
+        tmp_path / "a.jsonl", [question for question, _ in rows], topic=[topic for _, topic in rows]
     )
     cfg.eval.num_problems = 50
-    found = data.load(cfg)
-    assert len(found.held_out) == 50 and len(found.train) == 950 and not found.notes
+    problems = data.load(cfg)
+    assert len(problems.held_out) == 50 and len(problems.train) == 950 and not problems.notes
     cfg.eval.num_problems = 300
     assert len(data.load(cfg).train) == 900
 
@@ -283,23 +288,26 @@ def test_a_run_warns_if_most_training_problems_are_held_out(tmp_path: Path) -> N
     cfg = Config(env=EnvConfig(dataset="jsonl"))
     cfg.env.data_path = write(tmp_path / "a.jsonl", [f"question {n}" for n in range(100)])
     cfg.env.eval_data_path = write(tmp_path / "b.jsonl", [f"question {n}" for n in range(60)])
-    found = data.load(cfg)
-    assert len(found.train) == 40
-    assert found.notes[0].startswith("warning: ") and "eval.num_problems" in found.notes[0]
+    problems = data.load(cfg)
+    assert len(problems.train) == 40
+    assert problems.notes[0].startswith("warning: ") and "eval.num_problems" in problems.notes[0]
 
 
 STORY = "Ann's {n} sisters sold 1,0{n:02} eggs, all of them for ${n}. How many eggs did each one sell?"
 COPIES: dict[str, Callable[[str], Any]] = {
-    "system": lambda asked: [{"role": "system", "content": 'Say\n"hi".'}, {"role": "user", "content": asked}],
-    "before": lambda asked: f"Solve the following problem.\n\n{asked}",
-    "after": lambda asked: f"{asked} Let's think step by step.",
-    "around": lambda asked: f"Question: {asked}\nAnswer:",
-    "case": lambda asked: asked[0].lower() + asked[1:],
-    "end": lambda asked: asked.rstrip("?"),
-    "unseen": lambda asked: f"\u200b{asked.replace('e', 'e' + chr(0x200D))}",
-    "commas": lambda asked: asked.replace(",", ""),
-    "dollars": lambda asked: asked.replace("$", r"\$"),
-    "quotes": lambda asked: asked.replace("'", "\u2019"),
+    "system": lambda content: [
+        {"role": "system", "content": 'Say\n"hi".'},
+        {"role": "user", "content": content},
+    ],
+    "before": lambda content: f"Solve the following problem.\n\n{content}",
+    "after": lambda content: f"{content} Let's think step by step.",
+    "around": lambda content: f"Question: {content}\nAnswer:",
+    "case": lambda content: content[0].lower() + content[1:],
+    "end": lambda content: content.rstrip("?"),
+    "unseen": lambda content: f"\u200b{content.replace('e', 'e' + chr(0x200D))}",
+    "commas": lambda content: content.replace(",", ""),
+    "dollars": lambda content: content.replace("$", r"\$"),
+    "quotes": lambda content: content.replace("'", "\u2019"),
 }
 
 
@@ -307,7 +315,7 @@ COPIES: dict[str, Callable[[str], Any]] = {
 def test_no_part_trains_on_a_copy_of_what_another_part_holds_out(how: str, tmp_path: Path) -> None:
     stories = [STORY.format(n=n) for n in range(60)]
     column = "messages" if how == "system" else "question"
-    copied = [{column: COPIES[how](asked), "answer": "1", "n": n} for n, asked in enumerate(stories)]
+    copied = [{column: COPIES[how](question), "answer": "1", "n": n} for n, question in enumerate(stories)]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in copied[::-1]))
     cfg = Config()
     cfg.env.mixture = [
@@ -324,17 +332,19 @@ def test_no_part_trains_on_a_copy_of_what_another_part_holds_out(how: str, tmp_p
         },
     ]
     cfg.eval.num_problems = 8
-    found = data.load(cfg)
-    held_out, train = ({int(one.columns["n"]) for one in part} for part in (found.held_out, found.train))
+    problems = data.load(cfg)
+    held_out, train = (
+        {int(row.columns["n"]) for row in part} for part in (problems.held_out, problems.train)
+    )
     assert len(held_out) > 8 and train == set(range(60)) - held_out
 
 
 # --- environments -------------------------------------------------------------------------------------
 
 
-def game(tmp_path: Path, found: list[dict[str, Any]], count: int = 10, **env: Any) -> Config:
+def game(tmp_path: Path, rows: list[dict[str, Any]], count: int = 10, **env: Any) -> Config:
     path = tmp_path / "game.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = Config(env=EnvConfig(dataset="jsonl", environment="guess", data_path=str(path), **env))
     cfg.eval.num_problems = count
     return cfg
@@ -342,10 +352,10 @@ def game(tmp_path: Path, found: list[dict[str, Any]], count: int = 10, **env: An
 
 def test_a_game_whose_question_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     # The same question has several answers, as a puzzle with several solutions has.
-    found = data.load(game(tmp_path, [{"question": f"q{n // 3}", "answer": f"a{n}"} for n in range(60)]))
-    assert len(found.held_out) == 10 and len({text(one) for one in found.held_out}) == 4
-    assert not {text(one) for one in found.held_out} & {text(one) for one in found.train}
-    assert len(found.train) == 48
+    problems = data.load(game(tmp_path, [{"question": f"q{n // 3}", "answer": f"a{n}"} for n in range(60)]))
+    assert len(problems.held_out) == 10 and len({text(row) for row in problems.held_out}) == 4
+    assert not {text(row) for row in problems.held_out} & {text(row) for row in problems.train}
+    assert len(problems.train) == 48
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -355,8 +365,8 @@ def test_games_that_all_begin_alike_are_told_apart_by_their_rows(tmp_path: Path,
     if split:
         (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in played[:10]))
         cfg.env.eval_data_path = str(tmp_path / "test.jsonl")
-    found = data.load(cfg)
-    boards = [{one.columns["board"][0] for one in part} for part in (found.train, found.held_out)]
+    problems = data.load(cfg)
+    boards = [{row.columns["board"][0] for row in part} for part in (problems.train, problems.held_out)]
     assert [len(part) for part in boards] == [20, 10] and not boards[0] & boards[1]
 
 
@@ -375,10 +385,12 @@ def test_an_environment_and_a_task_of_the_same_puzzle_share_no_problem() -> None
     cfg = Config()
     cfg.env.mixture = [environment | {"name": "game"}, task]
     cfg.eval.num_problems = 40
-    found = data.load(cfg)
+    problems = data.load(cfg)
 
-    held_out = {puzzle("", one) for one in found.held_out}
-    assert len(held_out) > 40 and not held_out & {puzzle("", found.train[i]) for i in range(len(found.train))}
+    held_out = {puzzle("", row) for row in problems.held_out}
+    assert len(held_out) > 40 and not held_out & {
+        puzzle("", problems.train[i]) for i in range(len(problems.train))
+    }
 
 
 @pytest.mark.parametrize("alike", [False, True])
@@ -394,14 +406,16 @@ def test_prompts_that_an_environment_writes_are_held_out_too(tmp_path: Path, ali
     cfg = game(tmp_path, [{"question": f"q{n}", "n": n} for n in range(40)], count=4)
     cfg.env.environment = f"{tmp_path / 'cards.py'}:Cards"
     tokenizer: Any = None
-    found = with_prompts(cfg, data.load(cfg), tokenizer)
-    assert len(found.held_out) == 4
+    problems = with_prompts(cfg, data.load(cfg), tokenizer)
+    assert len(problems.held_out) == 4
     if alike:
         # The prompt says nothing about the problem.
-        assert len(found.train) == 36 and not found.notes
+        assert len(problems.train) == 36 and not problems.notes
     else:
-        assert found.train and not {text(one) for one in found.held_out} & {text(one) for one in found.train}
-        assert re.search(r"Cards: \d+ of 36 .* has the same prompt", found.notes[0])
+        assert problems.train and not {text(row) for row in problems.held_out} & {
+            text(row) for row in problems.train
+        }
+        assert re.search(r"Cards: \d+ of 36 .* has the same prompt", problems.notes[0])
 
 
 SHIPPED: dict[str, Oracle] = {
@@ -417,7 +431,7 @@ SHIPPED: dict[str, Oracle] = {
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("wording", "other", "same"),
     [
         ("What is 3 + 4?", "Compute 4 + 3.", True),
         ("Calculate 2 * (3 + 4).", "(4+3) × 2.0 = ?", True),
@@ -453,13 +467,15 @@ SHIPPED: dict[str, Oracle] = {
         ("(" * 990, "-" * 990 + "1", False),
     ],
 )
-def test_a_calculation_is_the_same_in_any_words_and_order(one: str, other: str, same: bool) -> None:
-    first, second = (keys(Example("x", [{"role": "user", "content": asked}])) for asked in (one, other))
+def test_a_calculation_is_the_same_in_any_words_and_order(wording: str, other: str, same: bool) -> None:
+    first, second = (
+        keys(Example("x", [{"role": "user", "content": question}])) for question in (wording, other)
+    )
     assert first.isdisjoint(second) != same
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("wording", "other", "same"),
     [
         ("Is \u201c3 \u2212 4\u201d Ann\u2019s?", 'is "3 - 4" Ann\'s', True),
         ("Round $1,000.50.", r"Round \$1000.50", True),
@@ -475,9 +491,11 @@ def test_a_calculation_is_the_same_in_any_words_and_order(one: str, other: str, 
     ],
 )
 def test_the_words_of_a_question_have_one_case_and_spelling_but_all_signs(
-    one: str, other: str, same: bool
+    wording: str, other: str, same: bool
 ) -> None:
-    first, second = (keys(Example("x", [{"role": "user", "content": asked}])) for asked in (one, other))
+    first, second = (
+        keys(Example("x", [{"role": "user", "content": question}])) for question in (wording, other)
+    )
     assert first.isdisjoint(second) != same
 
 
@@ -508,8 +526,8 @@ def test_no_shipped_configuration_trains_on_what_it_holds_out(name: str, tmp_pat
         cfg = parse(tree.compose(overrides).node)
     if name == "reasoning_gym":
         cfg.env.task_args = {"max_terms": 2, "max_digits": 1}
-    found = data.load(cfg)
-    same, train = SHIPPED[name], [found.train[i] for i in range(len(found.train))]
-    assert len(found.held_out) >= 40 and len(train) >= 20
-    assert not {text(one) for one in found.held_out} & {text(one) for one in train}
-    assert not {same(text(one), one) for one in found.held_out} & {same(text(one), one) for one in train}
+    problems = data.load(cfg)
+    same, train = SHIPPED[name], [problems.train[i] for i in range(len(problems.train))]
+    assert len(problems.held_out) >= 40 and len(train) >= 20
+    assert not {text(row) for row in problems.held_out} & {text(row) for row in train}
+    assert not {same(text(row), row) for row in problems.held_out} & {same(text(row), row) for row in train}

@@ -66,7 +66,7 @@ def test_no_composed_prompt_is_a_benchmark_prompt_even_one_that_is_not_held_out(
     rows = [{**row, "prompt": composed[i].messages[-1]["content"]} for i, row in enumerate(_rows(10))]
     problems = load.load(_config(tmp_path, rows))
     assert len(problems.train) == 30
-    assert not {row["prompt"] for row in rows} & {one.messages[-1]["content"] for one in problems.train}
+    assert not {row["prompt"] for row in rows} & {row.messages[-1]["content"] for row in problems.train}
 
 
 def test_training_on_ifeval_warns_and_leaves_the_held_out_rows_alone(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_training_on_ifeval_warns_and_leaves_the_held_out_rows_alone(tmp_path: P
         problems = load.load(_config(tmp_path, _rows(10), train_on_ifeval=True))
     assert len(problems.train) == 6
     assert len(problems.held_out) == 4
-    assert not {question_key(one) for one in problems.train} & {
-        question_key(one) for one in problems.held_out
+    assert not {question_key(row) for row in problems.train} & {
+        question_key(row) for row in problems.held_out
     }
 
 
@@ -89,7 +89,7 @@ def test_eval_data_path_is_held_out_instead(tmp_path: Path) -> None:
     own = [{**row, "prompt": "My own " + row["prompt"]} for row in _rows(2)]
     other = _config(tmp_path / "own", own).env.data_path
     problems = load.load(_config(tmp_path, _rows(10), eval_data_path=other))
-    assert [one.messages[-1]["content"][:6] for one in problems.held_out] == ["My own", "My own"]
+    assert [row.messages[-1]["content"][:6] for row in problems.held_out] == ["My own", "My own"]
 
 
 # The last is what IFEval's authors call their file.

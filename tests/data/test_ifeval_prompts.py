@@ -67,84 +67,88 @@ def _at_least(kwargs: dict[str, Any] | None, relation: str, count: str) -> int:
 
 def witness(truth: dict[str, Any]) -> str:
     """A response that follows every instruction, built without looking at the checks."""
-    asked = dict(zip(truth["instruction_id_list"], truth["kwargs"], strict=True))
-    language = asked[c.LANGUAGE]["language"] if c.LANGUAGE in asked else None
+    instructions = dict(zip(truth["instruction_id_list"], truth["kwargs"], strict=True))
+    language = instructions[c.LANGUAGE]["language"] if c.LANGUAGE in instructions else None
     filler = SAMPLES[language] if language else FILLER
-    if c.CAPITAL in asked:  # langdetect knows English capitals only where there are enough of them
+    if c.CAPITAL in instructions:  # langdetect knows English capitals only where there are enough of them
         filler += " and then the other people go out to see more of the land and the sea"
     short = SAMPLES[language] if language else SHORT
 
     words = filler.split()
-    for i in range(asked.get(c.PLACEHOLDERS, {}).get("num_placeholders", 0)):
+    for i in range(instructions.get(c.PLACEHOLDERS, {}).get("num_placeholders", 0)):
         words[i] = f"[{words[i]}]"
-    words += asked.get(c.EXISTENCE, {}).get("keywords", [])
-    keyword = asked.get(c.FREQUENCY)
+    words += instructions.get(c.EXISTENCE, {}).get("keywords", [])
+    keyword = instructions.get(c.FREQUENCY)
     if keyword is not None:
         words += [keyword["keyword"]] * _at_least(keyword, "relation", "frequency")
-    letter = asked.get(c.LETTER)
+    letter = instructions.get(c.LETTER)
     if letter is not None:
         words.append(letter["letter"] * _at_least(letter, "let_relation", "let_frequency"))
-    words += ["OUR"] * _at_least(asked.get(c.CAPITAL_WORDS), "capital_relation", "capital_frequency")
-    words += [f"*{short}*"] * asked.get(c.HIGHLIGHTS, {}).get("num_highlights", 0)
-    words += ["and then the story goes on."] * _at_least(asked.get(c.SENTENCES), "relation", "num_sentences")
-    words += islice(cycle(FILLER.split()), _at_least(asked.get(c.NUM_WORDS), "relation", "num_words"))
-    words += ["My answer is yes."] * (c.CONSTRAINED in asked)
+    words += ["OUR"] * _at_least(instructions.get(c.CAPITAL_WORDS), "capital_relation", "capital_frequency")
+    words += [f"*{short}*"] * instructions.get(c.HIGHLIGHTS, {}).get("num_highlights", 0)
+    words += ["and then the story goes on."] * _at_least(
+        instructions.get(c.SENTENCES), "relation", "num_sentences"
+    )
+    words += islice(cycle(FILLER.split()), _at_least(instructions.get(c.NUM_WORDS), "relation", "num_words"))
+    words += ["My answer is yes."] * (c.CONSTRAINED in instructions)
     main = " ".join(words)
 
-    text = json.dumps({"text": main}) if c.JSON in asked else _structured(main, short, asked)
-    if c.CAPITAL in asked:
+    text = json.dumps({"text": main}) if c.JSON in instructions else _structured(main, short, instructions)
+    if c.CAPITAL in instructions:
         text = text.upper()
-    if c.LOWERCASE in asked:
+    if c.LOWERCASE in instructions:
         text = text.lower()
-    return f'"{text}"' if c.QUOTATION in asked else text
+    return f'"{text}"' if c.QUOTATION in instructions else text
 
 
-def _structured(main: str, short: str, asked: dict[str, dict[str, Any]]) -> str:
+def _structured(main: str, short: str, instructions: dict[str, dict[str, Any]]) -> str:
     parts = [main]
-    if c.BULLETS in asked:
-        parts[0] += f"\n* {short}" * asked[c.BULLETS]["num_bullets"] + "\n"
-    if c.SECTIONS in asked:
-        heading = asked[c.SECTIONS]["section_spliter"]
-        parts[0] += "".join(f"\n{heading} {i + 1}\n{short}" for i in range(asked[c.SECTIONS]["num_sections"]))
+    if c.BULLETS in instructions:
+        parts[0] += f"\n* {short}" * instructions[c.BULLETS]["num_bullets"] + "\n"
+    if c.SECTIONS in instructions:
+        heading = instructions[c.SECTIONS]["section_spliter"]
+        parts[0] += "".join(
+            f"\n{heading} {i + 1}\n{short}" for i in range(instructions[c.SECTIONS]["num_sections"])
+        )
     divider = ""
-    if c.PARAGRAPHS in asked:
+    if c.PARAGRAPHS in instructions:
         divider = "\n***\n"
-        parts += [short] * (asked[c.PARAGRAPHS]["num_paragraphs"] - 1)
-    if c.NTH_PARAGRAPH in asked:
+        parts += [short] * (instructions[c.PARAGRAPHS]["num_paragraphs"] - 1)
+    if c.NTH_PARAGRAPH in instructions:
         divider = "\n\n"
-        parts += [short] * (asked[c.NTH_PARAGRAPH]["num_paragraphs"] - 1)
-        nth = asked[c.NTH_PARAGRAPH]["nth_paragraph"] - 1
-        parts[nth] = f"{asked[c.NTH_PARAGRAPH]['first_word']} {parts[nth]}"
-    if c.TWO in asked:
+        parts += [short] * (instructions[c.NTH_PARAGRAPH]["num_paragraphs"] - 1)
+        nth = instructions[c.NTH_PARAGRAPH]["nth_paragraph"] - 1
+        parts[nth] = f"{instructions[c.NTH_PARAGRAPH]['first_word']} {parts[nth]}"
+    if c.TWO in instructions:
         divider = "\n******\n"
         parts.append(f"{short} {short}")
     text = divider.join(parts)
-    if c.TITLE in asked:
+    if c.TITLE in instructions:
         text = f"<<{short}>>\n{text}"
-    if c.REPEAT in asked:
-        text = f"{asked[c.REPEAT]['prompt_to_repeat']}\n\n{text}"
-    if c.POSTSCRIPT in asked:
-        text += f"\n\n{asked[c.POSTSCRIPT]['postscript_marker']} {short}"
-    if c.ENDING in asked:
-        text += f" {asked[c.ENDING]['end_phrase']}"
+    if c.REPEAT in instructions:
+        text = f"{instructions[c.REPEAT]['prompt_to_repeat']}\n\n{text}"
+    if c.POSTSCRIPT in instructions:
+        text += f"\n\n{instructions[c.POSTSCRIPT]['postscript_marker']} {short}"
+    if c.ENDING in instructions:
+        text += f" {instructions[c.ENDING]['end_phrase']}"
     return text
 
 
 def test_every_composed_prompt_can_be_satisfied(composed: list[Composed]) -> None:
     failed = [
-        (one.prompt, response, strict)
-        for one in composed
-        for response in [witness(one.truth)]
-        for strict, _ in [follow_list(response, one.truth)]
+        (entry.prompt, response, strict)
+        for entry in composed
+        for response in [witness(entry.truth)]
+        for strict, _ in [follow_list(response, entry.truth)]
         if not all(strict)
     ]
     assert failed == []
 
 
 def test_truths_are_complete_and_clean(composed: list[Composed]) -> None:
-    for one in composed:
-        truth = one.truth
-        assert clean_truth(truth["instruction_id_list"], truth["kwargs"], one.prompt) == truth
+    for entry in composed:
+        truth = entry.truth
+        assert clean_truth(truth["instruction_id_list"], truth["kwargs"], entry.prompt) == truth
         assert 1 <= len(set(truth["instruction_id_list"])) == len(truth["instruction_id_list"]) <= 3
         assert json.loads(json.dumps(truth)) == truth
 
@@ -152,9 +156,9 @@ def test_truths_are_complete_and_clean(composed: list[Composed]) -> None:
 def test_every_type_comes_up_often_and_prompts_have_one_two_or_three(composed: list[Composed]) -> None:
     counts = {name: 0 for name in CHECKS}
     sizes = {1: 0, 2: 0, 3: 0}
-    for one in composed:
-        sizes[len(one.truth["kwargs"])] += 1
-        for name in one.truth["instruction_id_list"]:
+    for entry in composed:
+        sizes[len(entry.truth["kwargs"])] += 1
+        for name in entry.truth["instruction_id_list"]:
             counts[name] += 1
     assert min(counts.values()) >= 40, counts
     assert min(sizes.values()) >= 200, sizes
@@ -163,21 +167,21 @@ def test_every_type_comes_up_often_and_prompts_have_one_two_or_three(composed: l
 def test_no_prompt_holds_a_conflicting_pair(composed: list[Composed]) -> None:
     assert {c.TWO, c.QUOTATION} in c.CONFLICTS
     assert {c.CAPITAL, c.LOWERCASE} in c.CONFLICTS
-    for one in composed:
-        ids = set(one.truth["instruction_id_list"])
-        assert not any(pair <= ids for pair in c.CONFLICTS), one
+    for entry in composed:
+        ids = set(entry.truth["instruction_id_list"])
+        assert not any(pair <= ids for pair in c.CONFLICTS), entry
 
 
 def test_the_prompt_states_every_argument(composed: list[Composed]) -> None:
-    for one in composed:
-        for name, kwargs in zip(one.truth["instruction_id_list"], one.truth["kwargs"], strict=True):
+    for entry in composed:
+        for name, kwargs in zip(entry.truth["instruction_id_list"], entry.truth["kwargs"], strict=True):
             for argument, value in kwargs.items():
                 if argument in ("relation", "let_relation", "capital_relation"):
                     continue  # said in many ways; the next test reads the wordings apart
                 values = value if isinstance(value, list) else [value]
                 shown = [topics.LANGUAGES[value]] if argument == "language" else [str(v) for v in values]
-                assert all(text in one.prompt for text in shown), (name, argument, one.prompt)
-        assert "{" not in one.prompt and "}" not in one.prompt
+                assert all(text in entry.prompt for text in shown), (name, argument, entry.prompt)
+        assert "{" not in entry.prompt and "}" not in entry.prompt
 
 
 def test_wordings_come_in_several_and_relations_have_their_own() -> None:
@@ -192,7 +196,7 @@ def test_wordings_come_in_several_and_relations_have_their_own() -> None:
 
 
 def test_prompts_are_distinct_and_a_longer_list_starts_with_the_shorter(composed: list[Composed]) -> None:
-    assert len({one.prompt for one in composed}) == len(composed)
+    assert len({entry.prompt for entry in composed}) == len(composed)
     assert compose(20, seed=3) == composed[:20]
     assert compose(20, seed=4) != composed[:20]
 
@@ -203,7 +207,7 @@ def test_prompts_to_avoid_do_not_come_up(composed: list[Composed]) -> None:
 
 
 def test_vocabulary_keeps_its_promises() -> None:
-    assert not any(one != other and one in other for one in topics.WORDS for other in topics.WORDS)
+    assert not any(word != other and word in other for word in topics.WORDS for other in topics.WORDS)
     requests = [*topics.REQUESTS, *topics.TOPICS, *topics.QUESTIONS, *topics.END_PHRASES]
     assert not any(mark in text for text in requests for mark in ',[]*<>"')
     for names in (topics.WORDS, topics.TOPICS, topics.REQUESTS, topics.QUESTIONS, topics.OPENERS):

@@ -37,7 +37,7 @@ def stream(
         (weight, examples(f"p{number}", size))
         for number, (weight, size) in enumerate(zip(weights, sizes, strict=True))
     ]
-    return MixtureStream([one for _, part in parts for one in part], parts, seed)
+    return MixtureStream([example for _, part in parts for example in part], parts, seed)
 
 
 def test_every_block_has_the_shares_and_every_part_its_own_epochs() -> None:
@@ -45,9 +45,9 @@ def test_every_block_has_the_shares_and_every_part_its_own_epochs() -> None:
     drawn = [made.draw(8) for _ in range(3 * MIXTURE_BLOCK // 8)]
     ids = [example.id for round_ in drawn for example in round_]
     for start in range(0, len(ids), MIXTURE_BLOCK):
-        counts = Counter(one.partition("/")[0] for one in ids[start : start + MIXTURE_BLOCK])
+        counts = Counter(identifier.partition("/")[0] for identifier in ids[start : start + MIXTURE_BLOCK])
         assert counts == {"p0": 700, "p1": 300}
-    small = [one for one in ids if one.startswith("p1")]
+    small = [identifier for identifier in ids if identifier.startswith("p1")]
     for epoch in range(len(small) // 7):
         assert len(set(small[7 * epoch : 7 * epoch + 7])) == 7, "an epoch has every problem once"
     assert small[:7] != small[7:14], "epochs are shuffled apart"
@@ -55,20 +55,20 @@ def test_every_block_has_the_shares_and_every_part_its_own_epochs() -> None:
 
 def test_the_order_is_a_function_of_the_seed_and_survives_a_resume() -> None:
     whole, again, other = stream(3), stream(3), stream(4)
-    first = [one.id for _ in range(400) for one in whole.draw(5)]
+    first = [example.id for _ in range(400) for example in whole.draw(5)]
     assert first == [again.at(number).id for number in range(2_000)]
     assert first[:50] != [other.at(number).id for number in range(50)]
     resumed = stream(3)
     resumed.load_state_dict({key: value for key, value in whole.state_dict().items()})
     assert resumed.drawn == whole.drawn == 2_000
-    assert [one.id for one in resumed.draw(9)] == [one.id for one in whole.draw(9)]
+    assert [example.id for example in resumed.draw(9)] == [example.id for example in whole.draw(9)]
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0.7, 0.3), (1e-9, 1.0), (3, 3, 3), (5, 0.001, 0.002, 9)])
 def test_shares_are_whole_and_near_the_weights(weights: tuple[float, ...]) -> None:
-    found = shares(weights, 1_000)
-    assert sum(found) == 1_000 and min(found) >= 1
-    for share, weight in zip(found, weights, strict=True):
+    counts = shares(weights, 1_000)
+    assert sum(counts) == 1_000 and min(counts) >= 1
+    for share, weight in zip(counts, weights, strict=True):
         assert share == pytest.approx(1_000 * weight / sum(weights), abs=len(weights) + 1)
 
 
@@ -104,16 +104,16 @@ def config(tmp_path: Path, *parts: dict[str, Any]) -> Config:
 def test_each_part_has_its_prompts_and_its_held_out_problems(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     validate(cfg)
-    found = data.load(cfg)
-    assert isinstance(found, Mixture)
-    assert Counter(one.part for one in found.train) == {"easy": 15, "hard": 15}
-    assert Counter(one.part for one in found.held_out) == {"easy": 5, "hard": 5}
-    easy, hard = found.train[0], found.train[-1]
+    mixture = data.load(cfg)
+    assert isinstance(mixture, Mixture)
+    assert Counter(example.part for example in mixture.train) == {"easy": 15, "hard": 15}
+    assert Counter(example.part for example in mixture.held_out) == {"easy": 5, "hard": 5}
+    easy, hard = mixture.train[0], mixture.train[-1]
     assert [m["role"] for m in easy.messages] == ["system", "user"] and "<answer>" not in easy.messages[1][
         "content"
     ]
     assert len(hard.messages) == 1 and "<answer>" in hard.messages[0]["content"]
-    assert [weight for weight, _ in found.training_sets] == [3.0, 1.0]
+    assert [weight for weight, _ in mixture.training_sets] == [3.0, 1.0]
 
 
 @pytest.mark.parametrize("dataset", ["jsonl", "rows.py:problems"])
@@ -129,10 +129,10 @@ def test_own_data_in_a_mixture_keeps_its_prompt_unless_tags_are_asked_for(
     sums = {"dataset": "reasoning_gym", "task": "chain_sum"}
     parts = [own | {"name": "plain"}, own | {"name": "tags", "answer_format": "tags"}, sums]
     cfg = config(tmp_path, *parts)
-    found = [problems.train[0].messages[0]["content"] for problems in data.load(cfg).problems]  # type: ignore[attr-defined]
-    plain, *others = ("<answer>" not in content for content in found)
+    contents = [problems.train[0].messages[0]["content"] for problems in data.load(cfg).problems]  # type: ignore[attr-defined]
+    plain, *others = ("<answer>" not in content for content in contents)
     assert plain and not any(others)
-    assert found[0].startswith("easy ") and found[0].endswith("?")
+    assert contents[0].startswith("easy ") and contents[0].endswith("?")
     cfg.env.answer_format = AnswerFormat.equation
     assert [part.cfg.env.answer_format for part in mixture_parts(cfg)] == ["equation", "tags", "equation"]
 
@@ -147,15 +147,15 @@ def test_no_part_trains_on_what_another_part_holds_out(tmp_path: Path) -> None:
         "task_args": {"max_terms": 2, "max_digits": 1},
     }
     cfg.env.mixture += [generated | {"name": "one"}, generated | {"name": "two", "system_prompt": "Add."}]
-    found = data.load(cfg)
-    assert isinstance(found, Mixture)
-    held_out = {question_key(example) for example in found.held_out}
-    for part, problems in zip(found.parts, found.problems, strict=True):
+    mixture = data.load(cfg)
+    assert isinstance(mixture, Mixture)
+    held_out = {question_key(example) for example in mixture.held_out}
+    for part, problems in zip(mixture.parts, mixture.problems, strict=True):
         drawn = [problems.train[n] for n in range(min(300, len(problems.train)))]
         assert not held_out & {question_key(example) for example in drawn}, part.name
     # The two files have the same questions, with other templates: what is left of both is the same.
-    assert {question_key(one) for one in found.problems[1].train} <= {
-        question_key(one) for one in found.problems[0].train
+    assert {question_key(example) for example in mixture.problems[1].train} <= {
+        question_key(example) for example in mixture.problems[0].train
     }
 
 
@@ -176,12 +176,12 @@ def test_a_part_that_is_held_out_as_a_whole_is_refused(tmp_path: Path) -> None:
 
 def test_each_part_is_scored_and_graded_by_its_own_rewards(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    found = data.load(cfg)
-    rewards = build_reward_set(cfg, found.first_examples())
-    grader = build_grader(cfg, rewards, found.first_examples())
+    mixture = data.load(cfg)
+    rewards = build_reward_set(cfg, mixture.first_examples())
+    grader = build_grader(cfg, rewards, mixture.first_examples())
     assert rewards.names == ("easy/exact_match", "hard/exact_match", "hard/format")
     assert rewards.weights == (1.0, 2.0, 0.5)
-    easy, hard = found.train[3], found.train[20]
+    easy, hard = mixture.train[3], mixture.train[20]
     good = f"<think>so</think><answer>{hard.truth['answer']}</answer>"
     scores = rewards.score([good, easy.truth["answer"], "x"], [hard, easy, easy])
     assert [score.total for score in scores] == [2.5, 1.0, 0.0]

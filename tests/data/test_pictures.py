@@ -372,14 +372,14 @@ def test_answers_are_those_of_the_picture() -> None:
     for number in range(20):
         example = _generated(kinds=["bars"], size=200)(3, False)[number]
         shown = pictures.decode(example.pictures[0].read())
-        asked = re.findall("red|green|blue|orange|purple", example.question)
+        colors = re.findall("red|green|blue|orange|purple", example.question)
         unit = 0.095 * 200
         tops = []
-        for name in asked:
+        for name in colors:
             color = picture_tasks._COLORS[name]
             rows = [y for y in range(200) for x in range(0, 200, 4) if shown.getpixel((x, y)) == color]
             tops.append(min(rows))
-        height = round((tops[-1] - tops[0]) / unit) if len(asked) == 2 else round((190 - tops[0]) / unit)
+        height = round((tops[-1] - tops[0]) / unit) if len(colors) == 2 else round((190 - tops[0]) / unit)
         assert str(height) == example.truth["answer"]
 
 

@@ -81,9 +81,9 @@ def test_an_equation_has_its_expression(answer_format: str, solution: str) -> No
     ],
 )
 def test_rows_of_ones_own(values: dict[str, Any], fields: dict[str, str], solution: str) -> None:
-    found = jsonl.example(row(values), env("plain", dataset="jsonl", fields=fields), "x")
-    assert found.solution == solution
-    assert found.messages[-1]["role"] == "user"
+    example = jsonl.example(row(values), env("plain", dataset="jsonl", fields=fields), "x")
+    assert example.solution == solution
+    assert example.messages[-1]["role"] == "user"
 
 
 def test_a_column_that_nobody_named_may_be_anything_and_a_named_one_is_text() -> None:
@@ -96,8 +96,8 @@ def test_a_column_that_nobody_named_may_be_anything_and_a_named_one_is_text() ->
 
 def test_a_solution_is_written_in_the_tags_that_the_prompt_asks_for() -> None:
     values = {"question": "a", "answer": "5", "solution": "Two and three."}
-    found = jsonl.example(row(values), env("tags", dataset="jsonl"), "x")
-    assert found.solution == "<think>Two and three.</think><answer>5</answer>"
+    example = jsonl.example(row(values), env("tags", dataset="jsonl"), "x")
+    assert example.solution == "<think>Two and three.</think><answer>5</answer>"
     tagged = {**values, "solution": "<think>2 + 3</think><answer>5</answer>"}
     assert jsonl.example(row(tagged), env("tags", dataset="jsonl"), "x").solution == tagged["solution"]
 

@@ -87,10 +87,10 @@ def test_a_run_on_one_rank_continues_on_two(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_for_the_launcher_are_what_it_reads(kind: str, repo_root: Path) -> None:
-    found = load_config_from_file(str(repo_root / f"config/accelerate/{kind}.yaml"))
-    assert found.distributed_type.name == "DEEPSPEED"
-    assert found.deepspeed_config == {"zero_stage": ZERO_STAGES[kind]}
-    assert found.mixed_precision == "no", "train_model.autocast chooses the numbers"
+    launcher_config = load_config_from_file(str(repo_root / f"config/accelerate/{kind}.yaml"))
+    assert launcher_config.distributed_type.name == "DEEPSPEED"
+    assert launcher_config.deepspeed_config == {"zero_stage": ZERO_STAGES[kind]}
+    assert launcher_config.mixed_precision == "no", "train_model.autocast chooses the numbers"
 
 
 _PARSE = """
@@ -107,9 +107,9 @@ for told in sys.argv[1:]:
 
 @installed
 def test_deepspeed_reads_what_it_is_told(tmp_path: Path) -> None:
-    told = [json.dumps(engine_config(ZERO_STAGES[kind], 0.5, 96)) for kind in KINDS]
+    configs = [json.dumps(engine_config(ZERO_STAGES[kind], 0.5, 96)) for kind in KINDS]
     (tmp_path / "parse.py").write_text(_PARSE)
-    done = run_script([tmp_path / "parse.py", *told], variables={"DS_ACCELERATOR": "cpu"})
+    done = run_script([tmp_path / "parse.py", *configs], variables={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     for kind, line in zip(KINDS, done.stdout.splitlines()[-2:], strict=True):
         stage, clipping, accumulation, bf16, fp16, stay, reuse = json.loads(line)
@@ -129,7 +129,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("stage", "asked", "kind"),
+    ("stage", "parallelism", "kind"),
     [
         ("2", "auto", "deepspeed_zero2"),
         ("3", "auto", "deepspeed_zero3"),
@@ -139,11 +139,11 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_the_launcher_s_stage_is_taken(
-    stage: str | None, asked: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    stage: str | None, parallelism: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _as_told(monkeypatch, stage)
     cfg = Config()
-    cfg.train_model.parallelism = Parallelism(asked)
+    cfg.train_model.parallelism = Parallelism(parallelism)
     assert resolve.parallelism(cfg) == kind
 
 

@@ -72,8 +72,8 @@ def test_weights_as_they_are_gathered_give_the_numbers_of_autocast(name: str) ->
         expected = scorer(*tokens).log_probs
         seen.clear()
         with as_gathered(layers, torch.bfloat16):
-            found = scorer(*tokens).log_probs
-    assert torch.equal(found, expected) and bool((expected != 0).any())
+            log_probs = scorer(*tokens).log_probs
+    assert torch.equal(log_probs, expected) and bool((expected != 0).any())
     assert sum(formats == {torch.bfloat16} for formats in seen) == GATHERED[name]
 
 
@@ -137,10 +137,10 @@ def test_without_autocast_everything_is_gathered_in_float32() -> None:
 
 def test_shards_leave_inputs_on_the_cpu_where_their_lengths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 moves inputs to a GPU, and a scorer that fetches them waits for it in every micro-batch."""
-    real, asked = vars(_fsdp_state)["_to_kwargs"], []
+    real, devices = vars(_fsdp_state)["_to_kwargs"], []
 
     def to_gpu(args: Any, kwargs: Any, device: torch.device, side_stream: bool) -> Any:
-        asked.append(device)
+        devices.append(device)
         # What was moved here cannot be read on the CPU again.
         return real(args, kwargs, torch.device("meta"), side_stream)
 
@@ -165,4 +165,4 @@ def test_shards_leave_inputs_on_the_cpu_where_their_lengths_are_read(monkeypatch
         assert scores.log_probs.shape == batch["masks", "response"].shape
     finally:
         dist.destroy_process_group()
-    assert len(asked) == 2
+    assert len(devices) == 2

@@ -53,8 +53,8 @@ def weights(step: OptimizerStep) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in step.parameters]
 
 
-def same(one: Any, other: Any) -> bool:
-    return len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(value: Any, other: Any) -> bool:
+    return len(value) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(value, other, strict=True))
 
 
 def test_parked_moments_take_no_memory_and_change_no_number() -> None:
@@ -95,10 +95,10 @@ def check_checkpoint(device: str, name: str, loads_parked: bool) -> None:
     # The state is the optimizer's own.
     expected = copy.deepcopy(step.state_dict()["optimizer"])
     step.backend.park()
-    found = step.state_dict()["optimizer"]
+    optimizer_state = step.state_dict()["optimizer"]
     assert all(is_parked(moment) for moment in moments(step)), "saving fetches one at a time"
     for index, entry in expected["state"].items():
-        tensors = [value for value in found["state"][index].values() if isinstance(value, Tensor)]
+        tensors = [value for value in optimizer_state["state"][index].values() if isinstance(value, Tensor)]
         assert same([value.cpu() for value in entry.values() if isinstance(value, Tensor)], tensors)
         assert {value.device.type for value in tensors if value.dim()} == {"cpu"}
     resumed = make_step(device, loads_parked, name)
@@ -106,8 +106,8 @@ def check_checkpoint(device: str, name: str, loads_parked: bool) -> None:
         own.data.copy_(theirs.data)
     resumed.load_state_dict(step.state_dict())
     assert {is_parked(moment) for moment in moments(resumed)} == {loads_parked}
-    for one in (step, resumed):
-        one(make_batch(seed=1))
+    for train_step in (step, resumed):
+        train_step(make_batch(seed=1))
     assert same(weights(step), weights(resumed)) and same(moments(step), moments(resumed))
 
 

@@ -73,11 +73,11 @@ def test_shards_with_compiled_layers_compute_what_one_process_does_without(by_ra
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", MIXED)
 def test_ranks_round_as_one_process_does(by_ranks: dict[int, Any], case: str, kind: str) -> None:
-    found, alone = by_ranks[2][case, kind], measured_alone(case)
-    check_rounds_alike(found, alone, measured_alone(MIXED[case]))
-    assert found["stale"] == [], "what the model computes with is what the optimizer has moved"
+    measured, alone = by_ranks[2][case, kind], measured_alone(case)
+    check_rounds_alike(measured, alone, measured_alone(MIXED[case]))
+    assert measured["stale"] == [], "what the model computes with is what the optimizer has moved"
     # Whichever way weights come to a rank: what is computed with is the same, to the last bit.
-    assert torch.equal(found["probe at start"], alone["probe at start"])
+    assert torch.equal(measured["probe at start"], alone["probe at start"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,19 +116,19 @@ def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_muon_updates_shards_as_it_does_whole_matrices(by_ranks: dict[int, Any], count: int) -> None:
-    found = by_ranks[count]["muon"]
+    measured = by_ranks[count]["muon"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         alone = muon_steps("ddp", Ranks(on_cpu=True))
     finally:
         torch.set_num_threads(threads)
-    assert len(alone["matrices"]) == 14 and found["matrices"] == alone["matrices"]
+    assert len(alone["matrices"]) == 14 and measured["matrices"] == alone["matrices"]
     for name in alone["matrices"]:
-        assert torch.equal(found["weights"][name], alone["weights"][name]), name
-    torch.testing.assert_close(found["weights"], alone["weights"])
-    assert found["state"]["param_groups"] == alone["state"]["param_groups"]
-    torch.testing.assert_close(found["state"]["state"], alone["state"]["state"])
+        assert torch.equal(measured["weights"][name], alone["weights"][name]), name
+    torch.testing.assert_close(measured["weights"], alone["weights"])
+    assert measured["state"]["param_groups"] == alone["state"]["param_groups"]
+    torch.testing.assert_close(measured["state"]["state"], alone["state"]["state"])
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_groups_are_divided_by_cost(costs: list[int], ranks: int, loads: list[in
     ("name", "kind"), [("single_gpu", "NO"), ("multi_gpu", "MULTI_GPU"), ("fsdp2", "FSDP")]
 )
 def test_files_for_the_launcher_are_what_it_reads(repo_root: Path, name: str, kind: str) -> None:
-    found = load_config_from_file(str(repo_root / f"config/accelerate/{name}.yaml"))
-    assert found.distributed_type.name == kind
-    assert found.mixed_precision == "no", "train_model.autocast chooses the numbers"
+    launcher_config = load_config_from_file(str(repo_root / f"config/accelerate/{name}.yaml"))
+    assert launcher_config.distributed_type.name == kind
+    assert launcher_config.mixed_precision == "no", "train_model.autocast chooses the numbers"
 
 
 def test_a_run_on_two_ranks_of_a_launcher_follows_the_run_on_one_and_so_does_its_continuation_on_one(
@@ -217,11 +217,11 @@ def said_by_ranks_that_get(
     assert len(family) >= 2
     process.send_signal(number)
     process.wait(timeout=120)
-    said = (folder.parent / "output").read_text()
-    assert process.returncode == code, said
-    assert "continues from its last checkpoint" in said and "Traceback" not in said
+    printed = (folder.parent / "output").read_text()
+    assert process.returncode == code, printed
+    assert "continues from its last checkpoint" in printed and "Traceback" not in printed
     assert not psutil.wait_procs(family, timeout=30)[1]
-    return said
+    return printed
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -235,8 +235,8 @@ def test_an_interrupt_ends_all_ranks_in_good_order(
 def test_ranks_that_grpo_py_has_started_follow_the_run_on_one_until_they_are_stopped(
     runs: Runs, tmp_path: Path
 ) -> None:
-    said = said_by_ranks_that_get(signal.SIGUSR1, 75, runs, tmp_path / "run", step=STEPS)
-    assert "an engine in each of 2 ranks" in said
+    output = said_by_ranks_that_get(signal.SIGUSR1, 75, runs, tmp_path / "run", step=STEPS)
+    assert "an engine in each of 2 ranks" in output
     check_follows(tmp_path / "run", runs.one_rank)
 
 
@@ -275,10 +275,10 @@ def test_ranks_on_one_machine_listen_where_no_other_machine_reaches_them(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     done = run_script([FORKING_LAUNCH, script])
     assert done.returncode == 0, done.stderr
-    found = [tuple(line.split()) for line in done.stdout.splitlines()]
-    assert {host for host, _ in found} == {"127.0.0.1"}
+    addresses = [tuple(line.split()) for line in done.stdout.splitlines()]
+    assert {host for host, _ in addresses} == {"127.0.0.1"}
     # One of them is the meeting point.
-    assert [is_meeting_point for _, is_meeting_point in found].count("True") == 1
+    assert [is_meeting_point for _, is_meeting_point in addresses].count("True") == 1
 
 
 _APART = """
@@ -319,14 +319,14 @@ _LEAVING = """
 import os, signal, time
 from pathlib import Path
 
-told, up = Path({told!r}), Path({up!r})
+fifo, up = Path({fifo!r}), Path({up!r})
 if os.environ["RANK"] == "1":
-    told.read_text()
+    fifo.read_text()
     raise SystemExit(3)
 
 
 def leave(number, frame):
-    told.write_text("interrupted")
+    fifo.write_text("interrupted")
     # Long enough for a launcher that ends all of them when one fails.
     time.sleep(2)
     print("all is saved", flush=True)
@@ -350,10 +350,10 @@ def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short
 ) -> None:
     script = tmp_path / "leaving.py"
     # Reading waits until another process writes.
-    told, up = tmp_path / "told", tmp_path / "up"
-    os.mkfifo(told)
+    fifo, up = tmp_path / "fifo", tmp_path / "up"
+    os.mkfifo(fifo)
     os.mkfifo(up)
-    script.write_text(_LEAVING.format(told=str(told), up=str(up), code=code))
+    script.write_text(_LEAVING.format(fifo=str(fifo), up=str(up), code=code))
     monkeypatch.setattr(sys, "argv", [str(script)])
     honest = SubprocessContext.wait
 
@@ -380,8 +380,8 @@ def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
     honest = get_subprocess_handler
     started = []
 
-    def interrupted(*given: Any, **named: Any) -> Any:
-        started.append(honest(*given, **named))
+    def interrupted(*args: Any, **named: Any) -> Any:
+        started.append(honest(*args, **named))
         if len(started) == 1:
             signal.raise_signal(signal.SIGINT)
         return started[-1]
@@ -391,7 +391,7 @@ def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
     with pytest.raises(KeyboardInterrupt):
         launch.launch([], 2)
     assert len(started) == 2
-    assert all(one.proc.poll() is not None for one in started)
+    assert all(child.proc.poll() is not None for child in started)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -406,7 +406,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
+    ("end", "code", "message"),
     [
         (
             "os.kill(os.getpid(), 9)",
@@ -423,27 +423,27 @@ def test_the_launcher_says_what_ended_a_rank_only_if_the_rank_cannot(
     capfd: pytest.CaptureFixture[str],
     end: str,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     script = tmp_path / "ended.py"
     script.write_text(_ENDED.format(end=end))
     monkeypatch.setattr(sys, "argv", [str(script)])
     assert launch.launch([], 2) == code
-    assert capfd.readouterr().err == said
+    assert capfd.readouterr().err == message
 
 
 def test_adapters_train_on_two_ranks_as_on_one(
     repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    found = []
+    lines = []
     for ranks in (1, 2):
         more = ["train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}"]
         more.append("train.total_dialog_turns=64")
         argv = [grpo_script(repo_root), *words(sums, tiny_model_dir, tmp_path / str(ranks), *more)]
         done = run_script(argv, ranks=ranks, cwd=repo_root)
         assert done.returncode == 0, done.stderr
-        found.append(metrics(tmp_path / str(ranks)))
-    for ours, theirs in zip(*found, strict=True):
+        lines.append(metrics(tmp_path / str(ranks)))
+    for ours, theirs in zip(*lines, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -497,13 +497,15 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     tiny_model_dir: Path,
     tmp_path: Path,
 ) -> None:
-    said = words(sums, tiny_model_dir, tmp_path / "run", *more)
+    arguments = words(sums, tiny_model_dir, tmp_path / "run", *more)
     if config in (None, "ranks"):
-        done = run_script([grpo_script(repo_root), *said], ranks=1 if config is None else 2, cwd=repo_root)
+        done = run_script(
+            [grpo_script(repo_root), *arguments], ranks=1 if config is None else 2, cwd=repo_root
+        )
         # Rank 1 has ended by itself, or waited for the launcher to end it.
         assert done.codes in ([2], [2, 0], [2, 2], [2, -9])
     else:
-        done = launch_forks(repo_root, config, said)
+        done = launch_forks(repo_root, config, arguments)
         # accelerate's launcher has one code for every failure.
         assert done.returncode == 1
     assert done.stderr.count(message) == 1, done.stderr

@@ -45,10 +45,10 @@ def test_rewards_differ_within_a_group() -> None:
 def test_ratios_are_taken_pair_by_pair() -> None:
     ours = [{"seconds": seconds} for seconds in (1.0, 2.0, 4.0)]
     theirs = [{"seconds": seconds} for seconds in (3.0, 4.0, 20.0)]
-    found = Comparison(("ours", "theirs"), ours, theirs)
+    comparison = Comparison(("ours", "theirs"), ours, theirs)
     # The machine was slow for both sides of the third pair: medians of each side would say 2.
-    assert found.ratio() == Spread(2.0, 3.0, 5.0)
-    assert found.ratio().show() == "3.00 (2.00 to 5.00)"
+    assert comparison.ratio() == Spread(2.0, 3.0, 5.0)
+    assert comparison.ratio().show() == "3.00 (2.00 to 5.00)"
 
 
 def test_this_project_is_given_the_same_prompts(tmp_path: Path) -> None:
@@ -104,31 +104,34 @@ def scripted(
 def test_pairs_are_told_as_they_are_measured_without_those_to_warm_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = scripted(
+    comparisons = scripted(
         monkeypatch,
         [{"seconds": 9.0}, {"seconds": 1.0}, {"seconds": 2.0}],
         [{"seconds": 9.0}, {"seconds": 3.0}, {"seconds": 8.0}],
     )
-    assert [one.ratio() for one in found] == [Spread(3.0, 3.0, 3.0), Spread(3.0, 3.5, 4.0)]
+    assert [comparison.ratio() for comparison in comparisons] == [
+        Spread(3.0, 3.0, 3.0),
+        Spread(3.0, 3.5, 4.0),
+    ]
 
 
 def test_what_was_measured_before_a_worker_ended_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = scripted(
+    comparisons = scripted(
         monkeypatch,
         [{"seconds": 9.0}, {"seconds": 1.0}, None],
         [{"seconds": 9.0}, {"seconds": 3.0}],
     )
-    assert next(found).ratio().median == 3.0
+    assert next(comparisons).ratio().median == 3.0
     with pytest.raises(RuntimeError, match="the worker ours ended"):
-        next(found)
+        next(comparisons)
 
 
 def test_prompts_of_different_lengths_are_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = scripted(
+    comparisons = scripted(
         monkeypatch, [{"seconds": 1.0, "prompt_tokens": 128.0}], [{"seconds": 2.0, "prompt_tokens": 100.0}]
     )
     with pytest.raises(RuntimeError, match=r"ours 128\.0 and theirs 100\.0 tokens"):
-        next(found)
+        next(comparisons)
 
 
 def section(title: str, seconds: str, counted: str) -> results.Part:
@@ -136,18 +139,21 @@ def section(title: str, seconds: str, counted: str) -> results.Part:
 
 
 @pytest.mark.parametrize(
-    ("autocast", "settings", "said"),
+    ("autocast", "settings", "differs"),
     [("bf16", {"autocast": "no"}, True), ("bf16", {}, False), ("no", {"autocast": "no"}, False)],
 )
-def test_numbers_that_are_not_equal_are_said(autocast: str, settings: dict[str, str], said: bool) -> None:
+def test_numbers_that_are_not_equal_are_said(autocast: str, settings: dict[str, str], differs: bool) -> None:
     ours, theirs = (
         Workload("model", autocast=autocast),
         Workload("model", autocast=autocast, settings=settings),
     )
     step = {"seconds": 9.0, "generate": 3.0, "train": 5.0, "peak_gib": 1.0, "gemm_share": 0.5}
-    found = Comparison(("ours", "torchrl_stock"), [step], [step])
-    for part in (results.whole_step(ours, theirs, found, 1), results.training_phase(ours, theirs, found, 1)):
-        assert ("Not equal: the other side trains in float32" in part.held) == said
+    comparison = Comparison(("ours", "torchrl_stock"), [step], [step])
+    for part in (
+        results.whole_step(ours, theirs, comparison, 1),
+        results.training_phase(ours, theirs, comparison, 1),
+    ):
+        assert ("Not equal: the other side trains in float32" in part.held) == differs
 
 
 def test_a_part_keeps_its_place_when_another_is_measured(tmp_path: Path) -> None:
@@ -180,9 +186,9 @@ def test_a_part_that_fails_leaves_what_it_found_and_the_others(
         main.main()
     report = (tmp_path / "report" / "RESULTS.md").read_text()
     assert "stopped after 1 of 2 pairs" in report and "## Whole" in report and "\n2 pairs; " in report
-    found = json.loads((tmp_path / "report" / "results.json").read_text())
+    written = json.loads((tmp_path / "report" / "results.json").read_text())
     # Beside the section of the usual sizes, not in its place.
-    assert all(key.endswith("-model=model-prompts=4") for key in found)
+    assert all(key.endswith("-model=model-prompts=4") for key in written)
 
 
 def test_an_unknown_part_is_an_error_that_lists_the_parts(
@@ -192,8 +198,8 @@ def test_an_unknown_part_is_an_error_that_lists_the_parts(
     with pytest.raises(SystemExit) as ended:
         main.main()
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "there is no part collections" in said and "collection, growth" in said
+    error = capsys.readouterr().err
+    assert "there is no part collections" in error and "collection, growth" in error
 
 
 # A worker in a fork, which imports neither torch nor this project again.
@@ -253,8 +259,8 @@ def test_collection_and_training_are_measured_against_the_real_libraries(
     # TorchRL's side is written for a CPU.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     main.main()
-    found = json.loads((tmp_path / "results.json").read_text())
-    figures = found["training-trl-model=model-prompts=2-samples=4-no-compile"]["figures"]
+    written = json.loads((tmp_path / "results.json").read_text())
+    figures = written["training-trl-model=model-prompts=2-samples=4-no-compile"]["figures"]
     (ours,), (theirs,) = (figures[side] for side in ("ours", "theirs"))
     assert figures["ratio"][1] == theirs["train"] / ours["train"]
     report = (tmp_path / "RESULTS.md").read_text()

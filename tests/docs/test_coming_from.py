@@ -91,8 +91,8 @@ def codes(text: str) -> list[str]:
 
 def rows(section: str) -> list[Row]:
     """The rows of a section's table, without its head."""
-    _, found, rest = PAGE.partition(f"\n## {section}\n")
-    assert found, f"there is no section {section}"
+    _, heading, rest = PAGE.partition(f"\n## {section}\n")
+    assert heading, f"there is no section {section}"
     found_rows = []
     for line in rest.partition("\n## ")[0].splitlines():
         if line.startswith("|"):
@@ -104,8 +104,8 @@ def rows(section: str) -> list[Row]:
 
 def exists(word: str) -> bool:
     """Whether a word is a key, one with a value, or a preset of a group of configurations."""
-    key, given, value = word.partition("=")
-    if given and (ROOT / "config" / key).is_dir():
+    key, separator, value = word.partition("=")
+    if separator and (ROOT / "config" / key).is_dir():
         return (ROOT / "config" / key / f"{value}.yaml").is_file()
     return key not in keys().sections and keys().knows(key)
 
@@ -183,23 +183,23 @@ def test_every_field_of_trls_configuration_has_a_row() -> None:
 
 def first_rows(arguments: bool) -> dict[str, Row]:
     """Name of another system -> the first row that has it."""
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
     for section in ROWS:
         for row in rows(section) if (section == elsewhere.ARGUMENTS) is arguments else ():
             for name in row.theirs:
-                found.setdefault(name.replace(": ", "."), row)
-    return found
+                by_name.setdefault(name.replace(": ", "."), row)
+    return by_name
 
 
 def test_every_name_of_the_tables_leads_to_its_row_as_a_key() -> None:
     names = {name: row for name, row in first_rows(False).items() if not keys().knows(name)}
     assert len(names) > 400
     for name, row in names.items():
-        said = str(keys().unknown(name, f"{name}=1"))
+        advice = str(keys().unknown(name, f"{name}=1"))
         expected = codes(row.ours)
-        assert all(word in said for word in expected), f"{name}: {said}"
+        assert all(word in advice for word in expected), f"{name}: {advice}"
         instead = "write nothing in its place" if not row.differs.startswith("Write ") else "write "
-        assert expected or instead in said, f"{name}: {said}"
+        assert expected or instead in advice, f"{name}: {advice}"
 
 
 def test_every_name_of_the_tables_leads_to_its_row_as_an_option() -> None:
@@ -208,10 +208,10 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_option() -> None:
         words = ([f"--{name}=1"], [f"--{name.replace('_', '-')}", "1"], [f"--{name}"])[number % 3]
         with pytest.raises(ConfigError) as raised:
             read_arguments([*words, "seed=1"])
-        said = str(raised.value)
-        assert words[0] in said and "without dashes" in said
+        message = str(raised.value)
+        assert words[0] in message and "without dashes" in message
         expected = [] if keys().knows(name) else codes(row.ours)
-        assert all(word in said for word in expected), f"{name}: {said}"
+        assert all(word in message for word in expected), f"{name}: {message}"
 
 
 def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
@@ -219,9 +219,9 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
     for name, row in {**first_rows(False), **rows_of_arguments}.items():
         if not name.isidentifier() or name in OURS or name in keys().sections:
             continue
-        given: dict[str, Any] = {name: 1}
+        arguments: dict[str, Any] = {name: 1}
         with pytest.raises(ConfigError, match=f"GRPOTrainer has no such argument: {name}: ") as raised:
-            GRPOTrainer(**given)
+            GRPOTrainer(**arguments)
         assert all(word in str(raised.value) for word in codes(row.ours)), raised.value
 
 
@@ -279,8 +279,8 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
     ],
 )
 def test_a_value_is_carried_over_where_it_means_the_same(written: str, meant: str) -> None:
-    said = str(keys().unknown(written.partition("=")[0], written))
-    assert meant in said and "`" not in said and "](" not in said
+    advice = str(keys().unknown(written.partition("=")[0], written))
+    assert meant in advice and "`" not in advice and "](" not in advice
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_no_section_is_proposed_with_a_value() -> None:
     groups = {path.name for path in (ROOT / "config").iterdir() if path.is_dir()}
     for section in keys().sections - groups:
         for name in (section, f"{section}_x", f"{section}s"):
-            said = keys().advice(name, "x")
-            assert f"write {section}=" not in said and f" {section}=x" not in said, said
+            advice = keys().advice(name, "x")
+            assert f"write {section}=" not in advice and f" {section}=x" not in advice, advice
 
 
 def test_a_key_written_as_an_option_is_a_key() -> None:

@@ -24,7 +24,7 @@ def instructions() -> list[Instruction]:
 
 
 def named(instructions: list[Instruction], name: str) -> list[str]:
-    return [one.text for one in instructions if one.name == name]
+    return [instruction.text for instruction in instructions if instruction.name == name]
 
 
 def ignored(path: str) -> bool:
@@ -54,9 +54,9 @@ def test_everything_that_is_copied_is_there_and_sent(instructions: list[Instruct
     assert len(copies) == 3
     for words in copies:
         for source in [word for word in words if not word.startswith("--")][:-1]:
-            found = list(ROOT.glob(source)) if source != "." else [ROOT]
-            assert found, source
-            assert not any(ignored(str(path.relative_to(ROOT))) for path in found if path != ROOT), source
+            paths = list(ROOT.glob(source)) if source != "." else [ROOT]
+            assert paths, source
+            assert not any(ignored(str(path.relative_to(ROOT))) for path in paths if path != ROOT), source
 
 
 def test_the_image_has_the_checkout_and_nothing_else() -> None:
@@ -74,11 +74,11 @@ def test_the_image_has_the_checkout_and_nothing_else() -> None:
 
 def test_what_the_installation_depends_on_is_copied_before_it(instructions: list[Instruction]) -> None:
     before = []
-    for one in instructions:
-        if one.name == "RUN" and "scripts/setup.sh" in one.text:
+    for instruction in instructions:
+        if instruction.name == "RUN" and "scripts/setup.sh" in instruction.text:
             break
-        if one.name == "COPY":
-            before += [word for word in one.text.split()[:-1] if not word.startswith("--")]
+        if instruction.name == "COPY":
+            before += [word for word in instruction.text.split()[:-1] if not word.startswith("--")]
     setup = (ROOT / "scripts/setup.sh").read_text()
     (checksum,) = re.findall(r"^checksum\(\).*?^\}", setup, re.S | re.M)
     needed = set(re.findall(r"[\w/]+\.(?:txt|toml|py|sh)\b", checksum))
@@ -135,9 +135,9 @@ def test_the_compose_file_builds_this_image_with_the_options_of_the_page(
 
 def test_the_page_names_its_arguments_and_files(instructions: list[Instruction]) -> None:
     page = PAGE.read_text()
-    given = set(re.findall(r"--build-arg (\w+)=", page))
+    documented = set(re.findall(r"--build-arg (\w+)=", page))
     declared = {text.partition("=")[0] for text in named(instructions, "ARG")}
-    assert given and given <= declared
+    assert documented and documented <= declared
     builds = re.findall(r"docker build .*", page)
     for line in builds:
         assert f"-f {FILE.relative_to(ROOT)}" in line

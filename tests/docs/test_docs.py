@@ -119,8 +119,8 @@ def test_commands_name_what_exists(page: Path) -> None:
     for words in commands(read(page)):
         line, program = " ".join(words), words[0].rsplit("/", 1)[-1]
         if program == "make":
-            asked = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
-            assert set(asked) <= targets, f"{line}: no such target"
+            goals = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
+            assert set(goals) <= targets, f"{line}: no such target"
         elif program == "bash":
             assert (ROOT / words[1]).is_file(), f"{line}: no such script"
         elif program == "pip":
@@ -186,9 +186,9 @@ def test_a_stable_key_that_lists_its_choices_lists_them_all() -> None:
 
 def test_the_groups_are_listed_with_all_their_files() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    for group, said in re.findall(r"^\| `(\w+)/\*\.yaml` \| [^|]* \| ([^|]*) \|$", page, re.MULTILINE):
+    for group, cell in re.findall(r"^\| `(\w+)/\*\.yaml` \| [^|]* \| ([^|]*) \|$", page, re.MULTILINE):
         files = {path.stem for path in (ROOT / "config" / group).glob("*.yaml")}
-        assert {name.rpartition("=")[2] for name in _CODE.findall(said)} >= files, group
+        assert {name.rpartition("=")[2] for name in _CODE.findall(cell)} >= files, group
     primaries = {path.stem for path in (ROOT / "config").glob("*.yaml") if "defaults:" in path.read_text()}
     (row,) = re.findall(r"^\| (.*) \| primary configurations \|", page, re.MULTILINE)
     assert {name.removesuffix(".yaml") for name in _CODE.findall(row)} == primaries
@@ -223,8 +223,8 @@ def test_no_comment_says_that_a_run_is_resumed_with_the_same_value_of_a_free_key
         if line.lstrip().startswith("#"):
             comment += f" {line.strip(' #')}"
             continue
-        name, found, value = line.strip().partition(":")
-        if found and not line.startswith(" "):
+        name, colon, value = line.strip().partition(":")
+        if colon and not line.startswith(" "):
             section = "" if value.strip() else f"{name}."
         if "resumed" in comment:
             seen.add(f"{section}{name}")
@@ -265,7 +265,7 @@ def written() -> dict[str, str]:
 
     A name that is put together, ``f"reward/{name}"``, ends in ``<``.
     """
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     folders = [
         ROOT / "torchrl_grpo" / name for name in ("envs", "rollout", "training", "weight_sync", "distributed")
     ]
@@ -279,14 +279,14 @@ def written() -> dict[str, str]:
                 first, second = node.values
                 start = str(first.value) if isinstance(first, ast.Constant) else ""
                 if isinstance(second, ast.FormattedValue) and _METRIC_START.fullmatch(start):
-                    found[f"{start}<"] = path.name
+                    places[f"{start}<"] = path.name
             elif (
                 isinstance(node, ast.Constant)
                 and id(node) not in inside
                 and _METRIC.fullmatch(str(node.value))
             ):
-                found[str(node.value)] = path.name
-    return found
+                places[str(node.value)] = path.name
+    return places
 
 
 def test_every_metric_written_is_documented() -> None:
@@ -299,8 +299,8 @@ def test_every_metric_written_is_documented() -> None:
 def test_every_documented_metric_is_written() -> None:
     names = {name: name.partition("<")[0] + "<" if "<" in name else name for name in documented()}
     assert len(names) > 35
-    found = written()
-    assert not {name for name, start in names.items() if start not in found}
+    code_names = written()
+    assert not {name for name, start in names.items() if start not in code_names}
 
 
 def test_the_table_of_shapes_is_that_of_the_schema() -> None:
@@ -319,7 +319,9 @@ def test_the_bounds_of_weight_verification_are_those_of_the_code() -> None:
             numbers = [ast.literal_eval(value) for value in node.value.values]
             values[ast.unparse(node.targets[0])] = dict(zip(names, numbers, strict=True))
     text = " ".join((ROOT / "docs" / "step.md").read_text().split())
-    said = re.search(r"at least ([\d.]+) nats in float32, ([\d.]+) in float16 and ([\d.]+) in bfloat16", text)
-    assert said is not None
+    match = re.search(
+        r"at least ([\d.]+) nats in float32, ([\d.]+) in float16 and ([\d.]+) in bfloat16", text
+    )
+    assert match is not None
     formats = ("float32", "float16", "bfloat16")
-    assert dict(zip(formats, map(float, said.groups()), strict=True)) == values["_MIN_BOUND"]
+    assert dict(zip(formats, map(float, match.groups()), strict=True)) == values["_MIN_BOUND"]

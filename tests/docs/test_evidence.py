@@ -45,7 +45,7 @@ def test_a_table_has_means_and_paired_differences_with_intervals() -> None:
     after = {"GRPO": [0.6, 0.8, 0.7], "random": [0.1, 0.4, 0.2]}
     rows = [made(arm, seed, [0.1], [value]) for arm in ARMS for seed, value in enumerate(after[arm])]
     first, second = page.table(Experiment("", "", ARMS), rows)
-    differences = [one - other for one, other in zip(after["random"], after["GRPO"], strict=True)]
+    differences = [value - other for value, other in zip(after["random"], after["GRPO"], strict=True)]
     half = stats.t.ppf(0.975, 2) * statistics.stdev(differences) / 3**0.5
     mean = statistics.fmean(differences)
     assert second[5] == f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"

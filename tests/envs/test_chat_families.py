@@ -79,8 +79,8 @@ class Script:
 
     policy_version = 0
 
-    def __init__(self, said: list[list[int]]) -> None:
-        self.said = said
+    def __init__(self, replies: list[list[int]]) -> None:
+        self.replies = replies
         self.requests: list[Request] = []
         self._waiting: list[Request] = []
 
@@ -90,7 +90,7 @@ class Script:
     def step(self) -> list[tuple[Hashable, Completion]]:
         ended: list[tuple[Hashable, Completion]] = []
         for request in self._waiting:
-            tokens = self.said[len(self.requests)]
+            tokens = self.replies[len(self.requests)]
             self.requests.append(request)
             ended.append((request.key, Completion(tokens, [-1.0] * len(tokens), "stop")))
         self._waiting = []
@@ -112,12 +112,12 @@ class Talk:
         (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
         self.cfg = Config()
         self.cfg.model.name = str(folder / "model")
-        self.cfg.env.tools = [one.spec for one in TOOLS]
+        self.cfg.env.tools = [tool.spec for tool in TOOLS]
         self.cfg.env.max_turns = 3
-        given = Problems([Example("x", [{"role": "user", "content": "Two apples."}])], [])
-        self.example = with_prompts(self.cfg, given, self.tokenizer).train[0]
+        problems = Problems([Example("x", [{"role": "user", "content": "Two apples."}])], [])
+        self.example = with_prompts(self.cfg, problems, self.tokenizer).train[0]
         self.prompt = render(self.tokenizer, self.example)
-        self.use = learn_calls(self.tokenizer, [one.schema for one in TOOLS])
+        self.use = learn_calls(self.tokenizer, [tool.schema for tool in TOOLS])
 
     def text(self, messages: list[Any], is_open: bool) -> str:
         return str(
@@ -132,16 +132,16 @@ class Talk:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def said(self, calls: list[ToolCall]) -> tuple[str, str]:
+    def write_calls(self, calls: list[ToolCall]) -> tuple[str, str]:
         """Return what the model writes for calls, to its end token, and the text with their results."""
         turn = self.use.turn
         if turn is None:
             written = "".join(
-                f"<tool_call>{json.dumps({'name': one.name, 'arguments': one.arguments})}</tool_call>"
-                for one in calls
+                f"<tool_call>{json.dumps({'name': call.name, 'arguments': call.arguments})}</tool_call>"
+                for call in calls
             )
             message: dict[str, Any] = {"role": "assistant", "content": written}
-            results = [{"role": "tool", "name": one.name, "content": result(one)} for one in calls]
+            results = [{"role": "tool", "name": call.name, "content": result(call)} for call in calls]
             rest = self.text([message, *results], True).partition(written)[2]
             return written + self.tokenizer.tokenize(rest)[0], self.text([message, *results], True)
         message = turn.message.with_calls(calls)
@@ -159,8 +159,8 @@ class Talk:
         return whole[len(shared_start(self.prompt[0], whole)) :].partition(turn.end)[0] + turn.end, whole
 
 
-def play(talk: Talk, said: list[str]) -> tuple[Script, Completion]:
-    engine = Script([talk.ids(text) for text in said])
+def play(talk: Talk, replies: list[str]) -> tuple[Script, Completion]:
+    engine = Script([talk.ids(text) for text in replies])
     episodes = with_episodes(talk.cfg, engine, 1)  # type: ignore[arg-type]
     sampling = Sampling(1, 8_000, 1.0, seeds=[1], problems=[talk.example])
     return engine, episodes.generate([talk.prompt[1]], sampling)[0][0]
@@ -168,10 +168,10 @@ def play(talk: Talk, said: list[str]) -> tuple[Script, Completion]:
 
 def check(talk: Talk, calls: list[ToolCall]) -> None:
     """Check that calls are read, that their results are seen, and that all tokens are the template's."""
-    said, whole = talk.said(calls)
-    engine, episode = play(talk, [said, f"Done.{talk.tokenizer.eos_token}"])
+    reply, whole = talk.write_calls(calls)
+    engine, episode = play(talk, [reply, f"Done.{talk.tokenizer.eos_token}"])
     assert episode.record is not None and episode.record.tool_errors == 0
-    *results, last = [one["content"] for one in episode.record.messages[1:]]
+    *results, last = [message["content"] for message in episode.record.messages[1:]]
     # The prompt may have opened thoughts.
     assert results == [*map(result, calls)] and last.endswith("Done.")
     assert all(result(call).split(" ")[0] in whole for call in calls)
@@ -181,7 +181,7 @@ def check(talk: Talk, calls: list[ToolCall]) -> None:
         # The template writes thoughts in other ways once they are in the past.
         assert whole.endswith(talk.tokenizer.decode(engine.requests[1].tokens)[-60:])
     # The engine stops where the template ends a message with calls.
-    assert talk.use.turn is None or talk.ids(said)[-1] in engine.requests[0].stop_token_ids
+    assert talk.use.turn is None or talk.ids(reply)[-1] in engine.requests[0].stop_token_ids
 
 
 @pytest.mark.parametrize("name", WORKING)
@@ -196,8 +196,8 @@ def test_calls_are_read_and_results_seen_in_exact_tokens(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["qwen2.5", "gpt-oss", "gemma-4", "kimi-k2", "mistral-0.3", "muse-glimmer"])
 def test_a_call_of_an_unknown_tool_is_answered_too(name: str, tmp_path: Path) -> None:
     talk = Talk(tokenizer_of(FAMILIES[name]), tmp_path)
-    said, _ = talk.said([ToolCall("nothing", {"a": "b"})])
-    engine, episode = play(talk, [said, f"Done.{talk.tokenizer.eos_token}"])
+    reply, _ = talk.write_calls([ToolCall("nothing", {"a": "b"})])
+    engine, episode = play(talk, [reply, f"Done.{talk.tokenizer.eos_token}"])
     assert episode.record is not None and (episode.record.tool_errors, episode.record.turns) == (1, 2)
     assert "there is no tool 'nothing'" in talk.tokenizer.decode(engine.requests[1].tokens)
 
@@ -221,9 +221,9 @@ def test_a_tokenizer_that_misses_the_end_of_a_call_is_refused_at_the_start(tmp_p
 
 def published() -> list[Path]:
     """Templates in the package of TRL, which the tests' requirements have."""
-    found = importlib.util.find_spec("trl")
-    assert found is not None and found.origin is not None
-    return sorted(Path(found.origin).parent.glob("chat_templates/*.jinja"))
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    return sorted(Path(spec.origin).parent.glob("chat_templates/*.jinja"))
 
 
 # Gemma 1 to 3, Phi 3, Cohere, and models whose templates take no text as content.

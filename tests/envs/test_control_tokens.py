@@ -119,8 +119,11 @@ def between(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> 
 def harmless(messages: Sequence[Message]) -> list[Message]:
     """Return the messages without anything but letters, digits and spaces."""
     return [
-        {key: text if key == "role" else re.sub(r"[^\w\s]", "x", text) or "x" for key, text in one.items()}
-        for one in messages
+        {
+            key: text if key == "role" else re.sub(r"[^\w\s]", "x", text) or "x"
+            for key, text in message.items()
+        }
+        for message in messages
     ]
 
 
@@ -243,8 +246,8 @@ def test_added_tokens_that_the_template_does_not_have_are_words() -> None:
     tokenizer = family("llama3")
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<protein>", "trim", "\n\n")])
     ids = render(tokenizer, Example("x", user("a<protein>b\n\ntrim")))[1]
-    found = [token for token in control(tokenizer, ids) if "|" not in token]
-    assert found == ["\n\n", "<protein>", "\n\n", "trim", "\n\n"]
+    controls = [token for token in control(tokenizer, ids) if "|" not in token]
+    assert controls == ["\n\n", "<protein>", "\n\n", "trim", "\n\n"]
 
 
 def test_the_configuration_keeps_its_control_tokens_and_a_key_gives_the_data_theirs(
@@ -264,13 +267,13 @@ def test_the_configuration_keeps_its_control_tokens_and_a_key_gives_the_data_the
 
     turn, start = ["<|im_start|>", "<|im_end|>"], ["<|im_start|>", "<think>"]
     # The default prompt asks for <think> and </think>.
-    asked = ["<|im_start|>", "<think>", "</think>", "<|im_end|>"]
-    assert rendered() == [*asked, *start]
+    chat_tokens = ["<|im_start|>", "<think>", "</think>", "<|im_end|>"]
+    assert rendered() == [*chat_tokens, *start]
     notes: list[str | None] = []
     prepare.fit_prompts(tokenizer, notes.append, cfg, load(cfg))
     assert re.match(r"1 of 1 problems .*'<think>'.*env.control_tokens_in_data=true", notes[-1] or "")
     cfg.env.system_prompt, cfg.env.prompt_template = "Use <think>.", "<think>{question}"
-    assert rendered() == ["<|im_start|>", "<think>", "<|im_end|>", *asked[:2], "<|im_end|>", *start]
+    assert rendered() == ["<|im_start|>", "<think>", "<|im_end|>", *chat_tokens[:2], "<|im_end|>", *start]
     cfg.env.system_prompt, cfg.env.prompt_template = None, "{question}"
     cfg.env.answer_format, cfg.env.control_tokens_in_data = AnswerFormat.plain, True
     assert rendered() == ["<|im_start|>", "<think>", "<|im_end|>", "<|im_end|>", *start]
@@ -280,8 +283,8 @@ def test_the_configuration_keeps_its_control_tokens_and_a_key_gives_the_data_the
         {"dataset": "jsonl", "data_path": cfg.env.data_path},
         {"dataset": "jsonl", "data_path": cfg.env.data_path, "control_tokens_in_data": False, "name": "b"},
     ]
-    found = [control(tokenizer, render(tokenizer, one)[1]) for one in load(cfg).train]
-    assert found == [["<|im_start|>", "<think>", "<|im_end|>", "<|im_end|>", *start], [*turn, *start]]
+    controls = [control(tokenizer, render(tokenizer, example)[1]) for example in load(cfg).train]
+    assert controls == [["<|im_start|>", "<think>", "<|im_end|>", "<|im_end|>", *start], [*turn, *start]]
 
 
 def test_every_data_set_has_the_texts_of_the_configuration() -> None:
@@ -308,7 +311,7 @@ def test_the_description_of_the_tools_keeps_its_tags() -> None:
 def test_lengths_count_what_the_model_reads() -> None:
     tokenizer = family("qwen")
     examples = [Example("a", user("<|im_end|>" * 5)), Example("b", user("b" * 80)), Example("c", user("c"))]
-    expected = {number: len(render(tokenizer, one)[1]) for number, one in enumerate(examples)}
+    expected = {number: len(render(tokenizer, example)[1]) for number, example in enumerate(examples)}
     assert lengths_above(tokenizer, examples, 0) == expected
     assert expected[0] > expected[2] + 20, "each token is read as its characters"
 

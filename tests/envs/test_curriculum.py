@@ -40,7 +40,7 @@ def with_rates(rates: dict[int, float], **changes: Any) -> PassRateStream:
 
 def test_the_weights_of_the_bands_are_the_probabilities() -> None:
     made = with_rates({0: 0.0, 1: 0.5, 2: 1.0, 3: 0.2})
-    counts = Counter(index_of(one) for one in made.draw(20_000))
+    counts = Counter(index_of(example) for example in made.draw(20_000))
     weights = {0: 1.0, 1: 4.0, 2: 0.0, 3: 4.0, 4: 2.0, 5: 2.0}
     assert counts[2] == 0
     for index, weight in weights.items():
@@ -69,7 +69,7 @@ def test_a_draw_stays_what_it_was_when_rates_change() -> None:
 
 def test_problems_are_drawn_evenly_where_every_weight_is_zero() -> None:
     made = with_rates(dict.fromkeys(range(6), 1.0))
-    counts = Counter(index_of(one) for one in made.draw(6_000))
+    counts = Counter(index_of(example) for example in made.draw(6_000))
     assert min(counts.values()) > 800
 
 
@@ -81,9 +81,9 @@ def test_the_state_goes_on_with_the_same_problems() -> None:
     resumed = stream(5)
     resumed.load_state_dict(whole.state_dict())
     resumed.load_learned_state(json.loads(json.dumps(whole.learned_state())))
-    assert [one.id for one in resumed.draw(40)] == [one.id for one in whole.draw(40)]
+    assert [example.id for example in resumed.draw(40)] == [example.id for example in whole.draw(40)]
     assert resumed.learned_state() == whole.learned_state()
-    assert [one.id for one in stream(6).draw(40)] != [one.id for one in stream(5).draw(40)]
+    assert [example.id for example in stream(6).draw(40)] != [example.id for example in stream(5).draw(40)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 100])
@@ -135,7 +135,7 @@ def config(tmp_path: Path, **changes: Any) -> Config:
 def test_a_column_orders_the_problems(tmp_path: Path) -> None:
     cfg = config(tmp_path, order_by="level", shuffle=False)
     validate(cfg)
-    levels = [one.columns["level"] for one in data.load(cfg).train]
+    levels = [example.columns["level"] for example in data.load(cfg).train]
     assert levels == sorted(levels) and len(levels) == 8
 
 

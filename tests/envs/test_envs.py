@@ -176,8 +176,8 @@ def test_environment_takes_a_template_and_rendering_needs_one(tokenizer: PreTrai
 def test_template_that_leaves_out_what_is_said_is_refused(
     template: str, role: str | None, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    said = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "3 + 4?")]
-    problem = Example("x", [{"role": who, "content": text} for who, text in said])
+    dialog = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "3 + 4?")]
+    problem = Example("x", [{"role": who, "content": text} for who, text in dialog])
     other = copy.deepcopy(tokenizer)
     other.chat_template = template
     if role is None:
@@ -292,8 +292,8 @@ def test_scores_come_with_their_errors(tokenizer: Any) -> None:
     env = make(tokenizer)
     examples = [prompt.example for prompt in env.draw() for _ in range(3)]
     scored = env.score(["a", "yes<|im_end|>", "", "boom", "abc", "no"], examples)
-    assert [one.errors for one in scored] == [{}, {}, {}, {"mine": "it went boom"}, {}, {}]
-    assert [one.total for one in scored] == [1, 3, 0, 4, 3, 2]
+    assert [score.errors for score in scored] == [{}, {}, {}, {"mine": "it went boom"}, {}, {}]
+    assert [score.total for score in scored] == [1, 3, 0, 4, 3, 2]
 
 
 def test_answers_to_an_earlier_batch_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -54,15 +54,15 @@ STRICT = (
 
 @pytest.fixture
 def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_model_dir)
-    found.chat_template = SMOL
-    return found
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_model_dir)
+    loaded.chat_template = SMOL
+    return loaded
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model_dir: Path) -> PreTrainedModel:
-    found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    return found.eval()
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    return loaded.eval()
 
 
 Make = Callable[..., tuple[EpisodeEngine, Record]]
@@ -93,10 +93,10 @@ def test_trained_tokens_are_those_that_the_engine_saw_and_sampled(
 ) -> None:
     tokenizer.chat_template = template
     engine, calls = make(ends=ends_of(tokenizer))
-    given = problems(25)
-    prompts = [render(tokenizer, one)[1] for one in given]
-    found = engine.generate(prompts, Sampling(2, 400, 1.0, seeds=list(range(0, 250, 10)), problems=given))
-    assert check_tokens(prompts, found, calls) > 2 * 50, "episodes of one turn test nothing"
+    examples = problems(25)
+    prompts = [render(tokenizer, example)[1] for example in examples]
+    groups = engine.generate(prompts, Sampling(2, 400, 1.0, seeds=list(range(0, 250, 10)), problems=examples))
+    assert check_tokens(prompts, groups, calls) > 2 * 50, "episodes of one turn test nothing"
 
 
 def test_what_comes_between_turns_is_what_the_template_writes(
@@ -112,8 +112,8 @@ def test_what_comes_between_turns_is_what_the_template_writes(
         prompt = render(tokenizer, problems(1)[0])[1]
         between = engine._turn_tokens.between(tokenizer.eos_token_id, talk)
         text = tokenizer.decode([*prompt, *ids, tokenizer.eos_token_id, *between])
-        said = [*problems(1)[0].messages, {"role": "assistant", "content": reply}, *talk]
-        assert text == tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        messages = [*problems(1)[0].messages, {"role": "assistant", "content": reply}, *talk]
+        assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_another_end_token_than_the_template_s_is_kept_and_completed(
@@ -145,11 +145,11 @@ def test_an_environment_writes_no_turns_but_its_own(
 ) -> None:
     inner = TransformersEngine(model, [tokenizer.eos_token_id, *ends_of(tokenizer)], tokenizer.pad_token_id)
     engine = talking(inner, tokenizer, max_turns=3, environment=Forger)
-    given = problems(2)
-    prompts = [render(tokenizer, one)[1] for one in given]
-    found = engine.generate(prompts, Sampling(2, 600, 1.0, seeds=[1, 2], problems=given))
+    examples = problems(2)
+    prompts = [render(tokenizer, example)[1] for example in examples]
+    groups = engine.generate(prompts, Sampling(2, 600, 1.0, seeds=[1, 2], problems=examples))
     own, start = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")
-    for episode in (one for group in found for one in group):
+    for episode in (episode for group in groups for episode in group):
         assert episode.sampled is not None and episode.record is not None and episode.record.turns == 3
         pairs = zip(episode.token_ids, episode.sampled, strict=True)
         inserted = [token for token, is_sampled in pairs if not is_sampled]
@@ -163,45 +163,47 @@ def test_an_episode_has_at_most_so_many_turns(
     make: Make, tokenizer: PreTrainedTokenizerBase, max_turns: int
 ) -> None:
     engine, _ = make(max_turns, ends_of(tokenizer))
-    given = problems(12)
-    prompts = [render(tokenizer, one)[1] for one in given]
-    found = engine.generate(prompts, Sampling(2, 300, 1.0, seeds=[*range(12)], problems=given))
-    counts = [one.record.turns for group in found for one in group if one.record is not None]
+    examples = problems(12)
+    prompts = [render(tokenizer, example)[1] for example in examples]
+    groups = engine.generate(prompts, Sampling(2, 300, 1.0, seeds=[*range(12)], problems=examples))
+    counts = [episode.record.turns for group in groups for episode in group if episode.record is not None]
     assert len(counts) == 24 and max(counts) == max_turns
-    assert all(one.finish_reason == "stop" for group in found for one in group)
+    assert all(episode.finish_reason == "stop" for group in groups for episode in group)
 
 
 def test_an_episode_stays_within_its_length(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
     engine, _ = make(8, ends_of(tokenizer))
-    given = problems(20)
-    prompts = [render(tokenizer, one)[1] for one in given]
-    found = engine.generate(prompts, Sampling(2, 60, 1.0, seeds=[*range(20)], problems=given))
-    episodes = [one for group in found for one in group]
-    assert all(len(one.token_ids) <= 60 and one.sampled and one.sampled[-1] for one in episodes)
-    assert {one.finish_reason for one in episodes} == {"stop", "length"}
+    examples = problems(20)
+    prompts = [render(tokenizer, example)[1] for example in examples]
+    groups = engine.generate(prompts, Sampling(2, 60, 1.0, seeds=[*range(20)], problems=examples))
+    episodes = [episode for group in groups for episode in group]
+    assert all(
+        len(episode.token_ids) <= 60 and episode.sampled and episode.sampled[-1] for episode in episodes
+    )
+    assert {episode.finish_reason for episode in episodes} == {"stop", "length"}
 
 
 def test_a_turn_stays_within_its_length(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
     engine, calls = make(8, ends_of(tokenizer), 6)
-    given = problems(20)
-    prompts = [render(tokenizer, one)[1] for one in given]
-    found = engine.generate(prompts, Sampling(2, 800, 1.0, seeds=[*range(20)], problems=given))
+    examples = problems(20)
+    prompts = [render(tokenizer, example)[1] for example in examples]
+    groups = engine.generate(prompts, Sampling(2, 800, 1.0, seeds=[*range(20)], problems=examples))
     lengths = [len(answer.token_ids) for answers in calls.answered.values() for answer in answers]
     assert max(lengths) == 6 and min(lengths) < 6
-    cut = [one for group in found for one in group if one.finish_reason == "length"]
-    assert cut and all(one.sampled is not None and all(one.sampled[-6:]) for one in cut)
+    cut = [episode for group in groups for episode in group if episode.finish_reason == "length"]
+    assert cut and all(episode.sampled is not None and all(episode.sampled[-6:]) for episode in cut)
 
 
 def test_an_interrupted_episode_goes_on_where_it_was(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
     """Greedy episodes with an interruption after every few tokens equal those without one."""
-    given = problems(8)
-    prompts = [render(tokenizer, one)[1] for one in given]
+    examples = problems(8)
+    prompts = [render(tokenizer, example)[1] for example in examples]
     engine, _ = make(4, ends_of(tokenizer), 12)
-    whole = engine.generate(prompts, Sampling(1, 120, 0.0, problems=given))
+    whole = engine.generate(prompts, Sampling(1, 120, 0.0, problems=examples))
     engine, _ = make(4, ends_of(tokenizer), 12)
     requests = [
-        Request(n, prompt, 120, 0.0, problem=one)
-        for n, (prompt, one) in enumerate(zip(prompts, given, strict=True))
+        Request(n, prompt, 120, 0.0, problem=example)
+        for n, (prompt, example) in enumerate(zip(prompts, examples, strict=True))
     ]
     parts: dict[Hashable, list[Completion]] = {n: [] for n in range(8)}
     engine.submit(requests)
@@ -220,7 +222,7 @@ def test_an_interrupted_episode_goes_on_where_it_was(make: Make, tokenizer: PreT
         again = []
         for key in sorted(open_keys):
             done = [token for part in parts[key] for token in part.token_ids]
-            again.append(Request(key, [*prompts[key], *done], 120 - len(done), 0.0, problem=given[key]))
+            again.append(Request(key, [*prompts[key], *done], 120 - len(done), 0.0, problem=examples[key]))
         engine.submit(again)
     assert interruptions > 2
     for number, (expected,) in enumerate(whole):
@@ -237,14 +239,16 @@ def test_loss_and_gradient_are_those_of_a_loop_over_episodes(
 ) -> None:
     """The batch of padded groups against one forward pass per episode, in the words of the paper."""
     engine, _ = make(4, ends_of(tokenizer))
-    given = problems(3)
-    prompts = [render(tokenizer, one)[1] for one in given]
+    examples = problems(3)
+    prompts = [render(tokenizer, example)[1] for example in examples]
     G = 4
-    found = engine.generate(prompts, Sampling(G, 150, 1.0, seeds=[1, 2, 3], problems=given))
-    rewards = torch.tensor([[one.record.reward for one in group if one.record] for group in found])
+    groups = engine.generate(prompts, Sampling(G, 150, 1.0, seeds=[1, 2, 3], problems=examples))
+    rewards = torch.tensor(
+        [[episode.record.reward for episode in group if episode.record] for group in groups]
+    )
     batch = build_batch(
         prompts,
-        found,
+        groups,
         rewards[..., None],
         rewards[..., None],
         torch.arange(3)[:, None].repeat(1, G),
@@ -253,7 +257,7 @@ def test_loss_and_gradient_are_those_of_a_loop_over_episodes(
     )
     cfg = PolicyConfig()
     loss = ours(model, cfg, batch, shares_prefix)
-    expected, worst = by_hand(model, prompts, found, rewards)
+    expected, worst = by_hand(model, prompts, groups, rewards)
     model.zero_grad()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -278,12 +282,12 @@ def ours(model: PreTrainedModel, cfg: PolicyConfig, batch: TensorDictBase, share
 def by_hand(
     model: PreTrainedModel,
     prompts: Sequence[list[int]],
-    found: Sequence[Sequence[Completion]],
+    groups: Sequence[Sequence[Completion]],
     rewards: Tensor,
 ) -> tuple[Tensor, float]:
     """GRPO's loss with a mean over tokens (arXiv 2402.03300, eq. 3, at ratio 1), episode by episode."""
     total, count, worst = torch.zeros(()), 0, 0.0
-    for prompt, group, reward in zip(prompts, found, rewards, strict=True):
+    for prompt, group, reward in zip(prompts, groups, rewards, strict=True):
         advantages = (reward - reward.mean()) / (reward.std(correction=0) + PolicyConfig().advantage_eps)
         for episode, advantage in zip(group, advantages, strict=True):
             ids = torch.tensor([[*prompt, *episode.token_ids]])

@@ -52,19 +52,19 @@ OTHER = LONG.replace("word0", "bird0")
 
 def test_what_fits_and_what_is_an_error_pass_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("error", 10)
-    given = problems(cfg, [LONG, "short"], [OTHER])
-    assert lengths.handle_overlong_prompts(given, tokenizer, cfg) == (given, None)
+    original = problems(cfg, [LONG, "short"], [OTHER])
+    assert lengths.handle_overlong_prompts(original, tokenizer, cfg) == (original, None)
     for how in ("drop", "truncate_left"):
         cfg = settings(how, max(tokens(tokenizer, cfg, question) for question in (LONG, OTHER)))
-        assert lengths.handle_overlong_prompts(given, tokenizer, cfg) == (given, None)
+        assert lengths.handle_overlong_prompts(original, tokenizer, cfg) == (original, None)
 
 
 def test_problems_with_long_prompts_are_left_out_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("drop", tokens(tokenizer, Config(), LONG) - 1)
-    given = problems(cfg, ["one", LONG, "two", LONG + " more"], ["three", LONG + " and more"])
-    found, note = lengths.handle_overlong_prompts(given, tokenizer, cfg)
-    assert [one.id for one in found.train] == ["train/1", "train/3"]
-    assert [one.id for one in found.held_out] == ["test/1"]
+    original = problems(cfg, ["one", LONG, "two", LONG + " more"], ["three", LONG + " and more"])
+    fitted, note = lengths.handle_overlong_prompts(original, tokenizer, cfg)
+    assert [example.id for example in fitted.train] == ["train/1", "train/3"]
+    assert [example.id for example in fitted.held_out] == ["test/1"]
     assert note is not None and "2 of 4 training problems and 1 of 2 held-out ones are left out" in note
     with pytest.raises(DataError, match=r"all 1 problems to evaluate on .*max_model_len"):
         lengths.handle_overlong_prompts(problems(cfg, ["one"], [LONG]), tokenizer, cfg)
@@ -77,13 +77,13 @@ def test_only_the_question_is_cut(tokenizer: PreTrainedTokenizerBase, how: str) 
     cfg = settings(how, 0, system_prompt="Be brief.", prompt_template="Q: {question} Now answer.")
     bound = tokens(tokenizer, cfg, LONG) - 40
     cfg.inference_model.max_model_len += bound
-    given = problems(cfg, ["short", LONG], [OTHER + " and more"])
-    found, note = lengths.handle_overlong_prompts(given, tokenizer, cfg)
+    original = problems(cfg, ["short", LONG], [OTHER + " and more"])
+    fitted, note = lengths.handle_overlong_prompts(original, tokenizer, cfg)
     assert note is not None and "1 of 2 training problems and 1 of 1 held-out ones are cut" in note
-    assert found.train[0] == given.train[0]
-    for one in (found.train[1], found.held_out[0]):
-        text, ids = render(tokenizer, one)
-        whole = render(tokenizer, given.train[1])[0]
+    assert fitted.train[0] == original.train[0]
+    for example in (fitted.train[1], fitted.held_out[0]):
+        text, ids = render(tokenizer, example)
+        whole = render(tokenizer, original.train[1])[0]
         assert bound - 10 <= len(ids) <= bound, "cut no further than it has to be"
         start, end = whole.split(LONG)
         assert text.startswith(start) and text.endswith(end), (
@@ -92,7 +92,7 @@ def test_only_the_question_is_cut(tokenizer: PreTrainedTokenizerBase, how: str) 
         kept = text[len(start) : len(text) - len(end)]
         assert kept.startswith(("word0 ", "bird0 ")) == (how != "truncate_left")
         assert (" ... " in kept) == (how == "truncate_middle")
-    kept = found.held_out[0].messages[-1]["content"]
+    kept = fitted.held_out[0].messages[-1]["content"]
     assert kept.endswith("more Now answer.") == (how != "truncate_right")
 
 
@@ -106,22 +106,22 @@ def test_of_a_chat_only_what_the_user_said_last_is_cut(
     start = [] if system is None else [{"role": "system", "content": system}]
     chat = [("user", "Hello."), ("assistant", "Yes?"), ("user", LONG)]
     messages = [*start, *({"role": role, "content": content} for role, content in chat)]
-    given = Problems([Example("train/1", messages, question="the whole chat")], [])
-    whole = len(render(tokenizer, given.train[0])[1])
+    original = Problems([Example("train/1", messages, question="the whole chat")], [])
+    whole = len(render(tokenizer, original.train[0])[1])
     cfg.inference_model.max_model_len += whole - 30
-    found, _ = lengths.handle_overlong_prompts(given, tokenizer, cfg)
-    assert found.train[0].messages[:-1] == messages[:-1]
-    kept = found.train[0].messages[-1]["content"]
+    fitted, _ = lengths.handle_overlong_prompts(original, tokenizer, cfg)
+    assert fitted.train[0].messages[:-1] == messages[:-1]
+    kept = fitted.train[0].messages[-1]["content"]
     assert kept != LONG and (LONG.endswith(kept) if how == "truncate_left" else LONG.startswith(kept))
     # Chats that only differed in what was cut off are the same problem now.
-    assert kept in found.train[0].question and "Be brief." not in found.train[0].question
+    assert kept in fitted.train[0].question and "Be brief." not in fitted.train[0].question
 
 
 def test_the_request_for_tags_stays(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("truncate_right", 0)
     cfg.inference_model.max_model_len += tokens(tokenizer, cfg, "") + 30
-    found, _ = lengths.handle_overlong_prompts(problems(cfg, [LONG], []), tokenizer, cfg)
-    content = found.train[0].messages[-1]["content"]
+    fitted, _ = lengths.handle_overlong_prompts(problems(cfg, [LONG], []), tokenizer, cfg)
+    content = fitted.train[0].messages[-1]["content"]
     assert content.startswith("word0") and content.endswith("between <answer> and </answer>.")
     cfg.inference_model.max_model_len = tokens(tokenizer, cfg, "") + 5
     with pytest.raises(DataError, match=r"train/1 has \d+ tokens without its question.* in a new run"):
@@ -130,20 +130,20 @@ def test_the_request_for_tags_stays(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_questions_that_become_equal_are_not_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("truncate_right", tokens(tokenizer, Config(), LONG))
-    found, _ = lengths.handle_overlong_prompts(
+    fitted, _ = lengths.handle_overlong_prompts(
         problems(cfg, ["one", LONG + " yes"], [LONG + " no!"]), tokenizer, cfg
     )
-    assert [one.id for one in found.train] == ["train/1"]
+    assert [example.id for example in fitted.train] == ["train/1"]
 
 
 def test_generated_problems_are_cut_when_they_are_drawn(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("truncate_right", tokens(tokenizer, Config(), LONG) - 20)
-    given = problems(cfg, ["one", LONG], [])
-    lazy = dataclasses.replace(given, train=tuple(given.train))
-    found, note = lengths.handle_overlong_prompts(lazy, tokenizer, cfg)
-    assert note is None and len(found.train) == 2 and found.train[0] == given.train[0]
-    assert len(render(tokenizer, found.train[1])[1]) <= tokens(tokenizer, cfg, LONG) - 20
-    assert found.train[:2] == [found.train[0], found.train[1]]
+    original = problems(cfg, ["one", LONG], [])
+    lazy = dataclasses.replace(original, train=tuple(original.train))
+    fitted, note = lengths.handle_overlong_prompts(lazy, tokenizer, cfg)
+    assert note is None and len(fitted.train) == 2 and fitted.train[0] == original.train[0]
+    assert len(render(tokenizer, fitted.train[1])[1]) <= tokens(tokenizer, cfg, LONG) - 20
+    assert fitted.train[:2] == [fitted.train[0], fitted.train[1]]
     # Nobody knows how many they will be.
     held_out = problems(cfg, [], ["one", LONG]).held_out
     _, note = lengths.handle_overlong_prompts(dataclasses.replace(lazy, held_out=held_out), tokenizer, cfg)

@@ -126,14 +126,14 @@ def test_a_perfect_response_earns_1_and_a_doubled_tag_less(
     env = environment(tokenizer, 2)
     # A group of a collector.
     answers = [completion(tokenizer, text) for text in (perfect, doubled)]
-    group = Group(0, prompt, 0, [Response(one.token_ids, finish_reason="stop") for one in answers])
+    group = Group(0, prompt, 0, [Response(answer.token_ids, finish_reason="stop") for answer in answers])
     (scored,) = score_groups(env, tokenizer, groups=[group], examples=[EXAMPLE])
-    scores = [one.total for one in scored.scores]
+    scores = [score.total for score in scored.scores]
     assert scores[0] == 1.0 and (scores[1] < 1.0 or not opened)
     assert scored.texts == [perfect, doubled], "the record has what the model wrote"
     assert env.reward_set.texts == [start.opened + perfect, start.opened + doubled]
     # The texts of another policy.
-    assert [one.total for one in env.score([perfect + "<|im_end|>", doubled], [EXAMPLE] * 2)] == scores
+    assert [score.total for score in env.score([perfect + "<|im_end|>", doubled], [EXAMPLE] * 2)] == scores
     env.reset()
     data = TensorDict({}, [1, 2]).set(("text", "response"), NonTensorStack.from_list([[perfect, doubled]]))
     assert env.step(data)["next", "reward"].flatten().tolist() == pytest.approx(scores)
@@ -193,10 +193,10 @@ def test_the_tokens_with_which_a_template_ends_a_message_are_no_part_of_a_respon
 class Told(Talk):
     """Remembers what it was told, and goes on."""
 
-    told: list[str]
+    messages: list[str]
 
     def step(self, message: str) -> Step:
-        Told.told.append(message)
+        Told.messages.append(message)
         return Step([{"role": "user", "content": "again"}])
 
 
@@ -220,19 +220,19 @@ class Script:
 def test_environments_and_the_record_of_an_episode_have_what_the_prompt_opened(opened: str) -> None:
     tokenizer = build_chatml(opened, tags=TAGS, special=True)
     start = opening(opened)
-    said = [start.continued(PERFECT), start.continued(PERFECT.replace("7", "8"))]
-    Told.told = []
-    inner: Any = Script(tokenizer, said)
+    replies = [start.continued(PERFECT), start.continued(PERFECT.replace("7", "8"))]
+    Told.messages = []
+    inner: Any = Script(tokenizer, replies)
     engine = talking(inner, tokenizer, max_turns=2, environment=Told)
     prompt = render(tokenizer, EXAMPLE)[1]
-    ((found,),) = engine.generate([prompt], Sampling(1, 400, 1.0, seeds=[1], problems=[EXAMPLE]))
-    assert found.record is not None
-    assert Told.told == found.record.messages_of_model == [start.opened + one for one in said]
-    (judged,) = judged_texts(tokenizer, [found], [prompt])
-    assert judged.record is found.record and FormatReward()(judged, EXAMPLE)["score"] == 1.0
+    ((episode,),) = engine.generate([prompt], Sampling(1, 400, 1.0, seeds=[1], problems=[EXAMPLE]))
+    assert episode.record is not None
+    assert Told.messages == episode.record.messages_of_model == [start.opened + reply for reply in replies]
+    (judged,) = judged_texts(tokenizer, [episode], [prompt])
+    assert judged.record is episode.record and FormatReward()(judged, EXAMPLE)["score"] == 1.0
     # Only the tokens of the model are sampled.
-    own = [token for token, sampled in zip(found.token_ids, found.sampled or [], strict=True) if sampled]
-    assert own == [token for text in said for token in completion(tokenizer, text).token_ids]
+    own = [token for token, sampled in zip(episode.token_ids, episode.sampled or [], strict=True) if sampled]
+    assert own == [token for text in replies for token in completion(tokenizer, text).token_ids]
 
 
 def test_a_call_in_thoughts_that_the_prompt_has_opened_is_none() -> None:

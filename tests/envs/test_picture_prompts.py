@@ -17,7 +17,7 @@ from torchrl_grpo.errors import DataError, ModelError
 def test_tokens_are_those_of_the_processor(family: str) -> None:
     _, processor = build(family)
     prompts, shown = prompts_of(processor)
-    for tokens, given, pictures in zip(prompts, shown, SHOWN, strict=True):
+    for tokens, prompt, pictures in zip(prompts, shown, SHOWN, strict=True):
         parts = [{"type": "text", "text": "Look: "}]
         for _ in pictures:
             parts += [{"type": "image"}, {"type": "text", "text": " and "}]
@@ -27,9 +27,9 @@ def test_tokens_are_those_of_the_processor(family: str) -> None:
         )
         expected = processor(text=[text], images=pictures or None, add_special_tokens=False)["input_ids"][0]
         assert tokens == list(expected)
-        assert given.tokens == len(tokens)
-        assert list(given.written) == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert len(given.files) == len(pictures)
+        assert prompt.tokens == len(tokens)
+        assert list(prompt.written) == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(prompt.files) == len(pictures)
 
 
 def test_marks_in_a_question_stay_text() -> None:

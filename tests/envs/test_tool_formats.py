@@ -172,8 +172,8 @@ def test_calls_within_thoughts_of_any_family_are_no_calls(start: str, end: str) 
     assert CallReader().read(f"{start}I could write {CALL}.{end} It is 12.") == []
     assert CallReader().read(f"{start}I could write {CALL}.") == []
     assert CallReader().read(f"{start}a {start} b {end} {CALL} {end} It is 12.") == []
-    assert [one.name for one in CallReader().read(f"{start}Hm.{end}{CALL}")] == ["a"]
-    assert [one.name for one in CallReader().read(f"{start}{start}Hm.{end}{CALL}{start}")] == ["a"]
+    assert [call.name for call in CallReader().read(f"{start}Hm.{end}{CALL}")] == ["a"]
+    assert [call.name for call in CallReader().read(f"{start}{start}Hm.{end}{CALL}{start}")] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_calls_within_thoughts_of_any_family_are_no_calls(start: str, end: str) 
     ],
 )
 def test_calls_are_those_outside_of_thoughts(text: str, count: int) -> None:
-    assert [one.name for one in CallReader().read(text)] == ["a"] * count
+    assert [call.name for call in CallReader().read(text)] == ["a"] * count
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].refused is None])
@@ -203,7 +203,9 @@ def test_tags_of_thoughts_in_arguments_are_text(name: str) -> None:
         return
     prompt, whole = "", ""
     for value in ("<reason>late</reason>", "re.sub('<think>.*?</think>', '', t)", "a<think>b", "a</think>b"):
-        calls = [ToolCall("calculator", {"expression": one}) for one in ("1", value)][use.turn.takes_one :]
+        calls = [ToolCall("calculator", {"expression": expression}) for expression in ("1", value)][
+            use.turn.takes_one :
+        ]
         prompt, whole = (
             str(
                 tokenizer_of(name).apply_chat_template(
@@ -212,11 +214,11 @@ def test_tags_of_thoughts_in_arguments_are_text(name: str) -> None:
             )
             for messages, is_open in (([user], True), ([user, use.turn.message.with_calls(calls)], False))
         )
-        said = whole[len(shared_start(prompt, whole)) :]
+        reply = whole[len(shared_start(prompt, whole)) :]
         # Some templates write the end of a turn with the next one.
-        before, has_end, _ = said.rpartition(use.turn.end or "\0")
-        found = read(name, opening(prompt).opened + (before if has_end else said))
-        assert found == [(one.name, one.arguments) for one in calls]
+        before, has_end, _ = reply.rpartition(use.turn.end or "\0")
+        calls_read = read(name, opening(prompt).opened + (before if has_end else reply))
+        assert calls_read == [(call.name, call.arguments) for call in calls]
 
 
 def test_a_message_that_never_leaves_the_thoughts_of_its_prompt_has_no_calls() -> None:
@@ -251,8 +253,8 @@ def test_a_message_that_never_leaves_the_thoughts_of_its_prompt_has_no_calls() -
     ],
 )
 def test_a_value_without_quotes_has_the_type_of_its_schema(text: str, schema: object, value: object) -> None:
-    found = typed(text, schema)  # type: ignore[arg-type]
-    assert found == value and type(found) is type(value)
+    result = typed(text, schema)  # type: ignore[arg-type]
+    assert result == value and type(result) is type(value)
 
 
 def between(name: str, result: dict[str, str]) -> list[int]:
@@ -289,10 +291,12 @@ def test_a_result_has_the_identifier_that_the_model_wrote() -> None:
 def test_control_tokens_in_a_result_stay_text(name: str) -> None:
     family, special = FAMILIES[name], set(tokenizer_of(name).added_tokens_decoder)
     forged = f"3{family.end}{family.special[0]}{family.special[-1]}"
-    found = [
+    token_ids = [
         between(name, {"name": "calculator", "tool_call_id": "call00000", "content": content})
         for content in ("3", forged)
     ]
-    control = [[token for token in tokens if token in special] for tokens in found]
+    control = [[token for token in tokens if token in special] for tokens in token_ids]
     assert control[0] == control[1]
-    assert family.special[0] in tokenizer_of(name).decode([one for one in found[1] if one not in special])
+    assert family.special[0] in tokenizer_of(name).decode(
+        [token for token in token_ids[1] if token not in special]
+    )

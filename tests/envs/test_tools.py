@@ -204,7 +204,7 @@ def test_a_tool_with_a_state_has_one_in_each_episode(make: MakeRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("fail", {}, "error: KeyError: 'lost', line 30 of my_tools.py"),
         ("leave", {}, "error: SystemExit: 3"),
@@ -218,10 +218,10 @@ def test_a_tool_with_a_state_has_one_in_each_episode(make: MakeRunner) -> None:
     ],
 )
 def test_a_failing_call_is_a_message_and_the_episode_goes_on(
-    make: MakeRunner, name: str, arguments: dict[str, Any], said: str
+    make: MakeRunner, name: str, arguments: dict[str, Any], message: str
 ) -> None:
     runner = make()
-    assert ask(runner, name, **arguments).startswith(said)
+    assert ask(runner, name, **arguments).startswith(message)
     assert runner.record.tool_errors == 1
     assert ask(runner, "echo", text="still here") == "still here"
     assert runner.record.error is None
@@ -259,7 +259,7 @@ def test_what_the_module_of_a_tool_has_started_serves_all_episodes(make: MakeRun
     number = int(ask(first, "service"))
     ask(first, "fork", path=str(tmp_path / "numbers"))
     first.close()
-    wait_for_end(*[int(one) for one in (tmp_path / "numbers").read_text().split()])
+    wait_for_end(*[int(pid) for pid in (tmp_path / "numbers").read_text().split()])
     assert ask(second, "service") == str(number) and alive(number)
 
 
@@ -294,8 +294,8 @@ def test_malformed_calls_are_told_and_too_many_are_refused(make: MakeRunner) -> 
     step = runner.step('<tool_call>{"name": "echo", </tool_call>')
     assert step.messages[0]["content"].startswith("error: the call is not valid JSON")
     step = runner.step('<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>' * 20)
-    assert [one["content"] for one in step.messages[:16]] == ["1"] * 16
-    assert all("at most 16" in one["content"] for one in step.messages[16:])
+    assert [message["content"] for message in step.messages[:16]] == ["1"] * 16
+    assert all("at most 16" in message["content"] for message in step.messages[16:])
 
 
 def test_calls_are_found_in_every_usual_form() -> None:
@@ -312,9 +312,9 @@ def test_calls_are_found_in_every_usual_form() -> None:
 def test_a_call_within_thoughts_is_no_call(start: str) -> None:
     call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     assert CallReader().read(f"{start}I could write {call}.</think> It is 12.") == []
-    assert [one.name for one in CallReader().read(f"{start}Hm.</think>{call}<think>{call}")] == ["a"]
+    assert [call.name for call in CallReader().read(f"{start}Hm.</think>{call}<think>{call}")] == ["a"]
     assert [
-        one.name for one in CallReader().read(f'{start}x</think> {{"name": "b", "arguments": {{}}}}')
+        call.name for call in CallReader().read(f'{start}x</think> {{"name": "b", "arguments": {{}}}}')
     ] == ["b"]
 
 
@@ -480,4 +480,4 @@ def test_countdown_takes_every_right_expression_and_says_what_is_wrong() -> None
             "not an expression" in game.step(f"{row['answer']} # {row['numbers'][0]}").messages[0]["content"]
         )
     game.reset(Example("x", [], {}, {"numbers": [3, 9, 9], "target": 1}))
-    assert all(not game.step(one).done for one in ("9**9**3", "3.9*9", "9_9 + 3"))
+    assert all(not game.step(expression).done for expression in ("9**9**3", "3.9*9", "9_9 + 3"))

@@ -153,9 +153,9 @@ def test_truncated_is_what_the_length_bound_ended(
 
     def recorded(self: Any, *arguments: Any, **options: Any) -> Any:
         # About one token in ten ends a response. The wrapper itself drops this option.
-        found = generate(self, *arguments, sequence_bias=[[[end], 3.7]], **options)
-        made.append(found["sequences"][:, -BOUND:])
-        return found
+        output = generate(self, *arguments, sequence_bias=[[[end], 3.7]], **options)
+        made.append(output["sequences"][:, -BOUND:])
+        return output
 
     monkeypatch.setattr(type(model), "generate", recorded)
     end = tokenizer.eos_token_id
@@ -192,8 +192,8 @@ def test_the_stock_collector_collects(tiny: tuple[Any, Any], mode: str, pad_outp
     assert [batch.batch_size for batch in batches] == [(P, G, 1)] * 3
     first, *others = [int(batch["group_id"][0, 0, 0]) for batch in batches]
     assert others == [first + P, first + 2 * P]
-    found = [value for batch in batches for value in batch["next", "reward"].flatten().tolist()]
-    assert found == [len(text) for text in env.reward_set.texts]
+    rewards = [value for batch in batches for value in batch["next", "reward"].flatten().tolist()]
+    assert rewards == [len(text) for text in env.reward_set.texts]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -230,8 +230,8 @@ def test_a_policy_may_write_one_form_of_its_answers_only(tiny: tuple[Any, Any]) 
     width = max(len(tokenizer(text)["input_ids"]) for group in texts for text in group) + 1
 
     def ids(text: str) -> list[int]:
-        found = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        return found + [tokenizer.pad_token_id] * (width - len(found))
+        token_ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        return token_ids + [tokenizer.pad_token_id] * (width - len(token_ids))
 
     forms = {
         "text": lambda td: td.set(("text", "response"), NonTensorStack.from_list(texts)),
@@ -250,14 +250,16 @@ def test_a_policy_may_write_one_form_of_its_answers_only(tiny: tuple[Any, Any]) 
 
 
 def test_a_policy_that_knows_says_what_hit_the_bound(tiny: tuple[Any, Any]) -> None:
-    told = torch.tensor([[True, False, False], [False, False, True]])
+    at_bound = torch.tensor([[True, False, False], [False, False, True]])
 
     def write(data: TensorDict) -> None:
         data.set(("text", "response"), NonTensorStack.from_list([["a"] * G] * P))
-        data.set("hit_length_bound", told)
+        data.set("hit_length_bound", at_bound)
 
     data = make(tiny[1]).rollout(1, Written(write))[..., 0]["next"]
-    assert torch.equal(data["truncated"][..., 0], told) and torch.equal(data["terminated"][..., 0], ~told)
+    assert torch.equal(data["truncated"][..., 0], at_bound) and torch.equal(
+        data["terminated"][..., 0], ~at_bound
+    )
 
 
 def test_text_alone_says_nothing_of_the_bound(tiny: tuple[Any, Any]) -> None:

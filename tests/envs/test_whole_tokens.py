@@ -131,9 +131,9 @@ def test_an_end_token_that_is_a_word_of_the_vocabulary_is_no_part_of_a_control_t
 def test_a_solution_that_shares_a_token_with_its_prompt_is_refused_at_the_start() -> None:
     tokenizer = build("bytes", START + "{{ m.content }}" + END + "\nAnswer: {% endif %}")
     chat = [{"role": "user", "content": "q"}]
-    given = [Example("a", chat, solution="31"), Example("b", chat, solution=" 31")]
+    examples = [Example("a", chat, solution="31"), Example("b", chat, solution=" 31")]
     tokenizer.chat_template = (
         START + "{{ m.content }}" + "{% if m.role == 'user' %}\nAnswer: {% endif %}{% endfor %}"
     )
     with pytest.raises(DataError, match=r"solution of a does not begin a token.*' 31'.*model\.chat_template"):
-        check_solutions(tokenizer, given)
+        check_solutions(tokenizer, examples)

@@ -61,14 +61,14 @@ def chat(
 
     closing = end + after
     described = f"{{% if tools %}}{turn(system)}{tools}{closing}{{% endif %}}" if tools else ""
-    said = "{{ m.content or '' }}"
+    content = "{{ m.content or '' }}"
     return (
         f"{described}{{% for m in messages %}}"
         f"{{% if m.role == 'tool' %}}{result}"
-        f"{{% elif m.tool_calls %}}{turn(assistant)}{thoughts}{said}{calls}"
+        f"{{% elif m.tool_calls %}}{turn(assistant)}{thoughts}{content}{calls}"
         f"{closing if call_end is None else call_end}"
-        f"{{% elif m.role == 'assistant' %}}{turn(assistant)}{said}{closing}"
-        f"{{% else %}}{turn('{{ m.role }}')}{said}{closing}{{% endif %}}"
+        f"{{% elif m.role == 'assistant' %}}{turn(assistant)}{content}{closing}"
+        f"{{% else %}}{turn('{{ m.role }}')}{content}{closing}{{% endif %}}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{turn(assistant)}{prompt}{{% endif %}}"
     )
 

@@ -20,17 +20,17 @@ class Instruction:
     text: str
 
 
-def read_instructions(file: Path, given: Mapping[str, str] | None = None) -> list[Instruction]:
+def read_instructions(file: Path, arguments: Mapping[str, str] | None = None) -> list[Instruction]:
     """Return the instructions of a file.
 
     Args:
         file: the file.
-        given: build arguments; those that the file declares and that are not here have its defaults.
+        arguments: build arguments; those that the file declares and that are not here have its defaults.
     """
     lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     known: dict[str, str] = {}
-    found = []
+    instructions = []
     for line in joined.splitlines():
         name, _, text = " ".join(line.split()).partition(" ")
         if not name:
@@ -39,6 +39,6 @@ def read_instructions(file: Path, given: Mapping[str, str] | None = None) -> lis
             text = _NAME.sub(lambda match: known[match[1]], text)
         if name == "ARG":
             key, _, default = text.partition("=")
-            known[key] = (given or {}).get(key, default)
-        found.append(Instruction(name, text))
-    return found
+            known[key] = (arguments or {}).get(key, default)
+        instructions.append(Instruction(name, text))
+    return instructions

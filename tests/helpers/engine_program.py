@@ -44,12 +44,12 @@ class Noting(TransformersEngine):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, END_IDS, pad_token_id=0)
-        self.asked: list[list[list[int]]] = []
+        self.prompts_seen: list[list[list[int]]] = []
         self.deaf = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         prompts = {request.key[:-1]: list(request.tokens) for request in requests}  # type: ignore[index]
-        self.asked.append(list(prompts.values()))
+        self.prompts_seen.append(list(prompts.values()))
         super().submit(requests)
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -66,8 +66,8 @@ class Member:
     own: Noting
     arrived: list[int] = field(default_factory=list)
 
-    def asked(self) -> list[Any]:
-        return self.ranks.gather(self.own.asked)
+    def prompts_seen(self) -> list[Any]:
+        return self.ranks.gather(self.own.prompts_seen)
 
     def shared(self, share: str, common: int) -> list[Any]:
         return self.ranks.gather((share, common))
@@ -82,9 +82,9 @@ class Member:
 
 
 def ask(engine: Any, rename: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {name + rename: engine.generate(*what) for name, what in ASKS.items()}
-    found[f"next{rename}"] = engine.next_tokens(Probe(PROMPTS[:3], 4))
-    return found
+    answers: dict[str, Any] = {name + rename: engine.generate(*what) for name, what in ASKS.items()}
+    answers[f"next{rename}"] = engine.next_tokens(Probe(PROMPTS[:3], 4))
+    return answers
 
 
 def error_of(call: Callable[[], Any], kind: type[BaseException]) -> str | None:
@@ -115,17 +115,17 @@ def main(output: Path) -> None:
     alone = Noting(make_model("llama"))
     probe = Probe(PROMPTS[:3], 4, {name: tuple(tensor.shape) for name, tensor in named_weights(new)})
     published = shared.publish(named_weights(new), 3, probe)
-    found = {"published": published, "version": shared.policy_version, **ask(shared)}
-    found |= ask(alone, ", alone")
+    results = {"published": published, "version": shared.policy_version, **ask(shared)}
+    results |= ask(alone, ", alone")
     with float64():
-        found |= ask(Noting(make_model("llama")), ", exact")
+        results |= ask(Noting(make_model("llama")), ", exact")
     shared.sleep()
     shared.wake()
     shared.load_weights(named_weights(new))
-    found["next, woken"] = shared.next_tokens(probe)
-    found["asked"] = here.call_all(Member.asked, member)
+    results["next, woken"] = shared.next_tokens(probe)
+    results["asked"] = here.call_all(Member.prompts_seen, member)
     shares = [f"of rank {rank}" for rank in range(here.size)]
-    found["shared"] = here.call_each(Member.shared, member, shares, 7)
+    results["shared"] = here.call_each(Member.shared, member, shares, 7)
     here.call_all(Member.deafen, member, here.size - 1)
     publisher = WeightPublisher(
         new,
@@ -139,12 +139,12 @@ def main(output: Path) -> None:
     )
     with torch.no_grad():
         new.lm_head.weight += 1
-    found["refused"] = error_of(lambda: publisher.publish(4), TrainingStopped)
-    found["interrupted"] = error_of(lambda: here.call_all(Member.interrupted, member), KeyboardInterrupt)
+    results["refused"] = error_of(lambda: publisher.publish(4), TrainingStopped)
+    results["interrupted"] = error_of(lambda: here.call_all(Member.interrupted, member), KeyboardInterrupt)
     # They are still in step.
-    found["arrived"] = member.arrived, len(here.call_all(Member.asked, member))
+    results["arrived"] = member.arrived, len(here.call_all(Member.prompts_seen, member))
     here.release()
-    torch.save(found, output)
+    torch.save(results, output)
 
 
 if __name__ == "__main__":

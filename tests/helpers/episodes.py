@@ -28,44 +28,46 @@ class Talk:
         if self.random.random() < 0.25:
             return Step(reward=1.0, done=True)
         roles = self.random.choice([["user"], ["tool"], ["tool", "tool"], ["tool", "user"]])
-        said = [{"role": role, "content": f"{message[-5:]!r}? no, {self.random.random()}"} for role in roles]
-        return Step(said, reward=self.random.random())
+        messages = [
+            {"role": role, "content": f"{message[-5:]!r}? no, {self.random.random()}"} for role in roles
+        ]
+        return Step(messages, reward=self.random.random())
 
 
 @dataclass
 class Record:
     """What an engine was asked and what it answered, by the key of the request."""
 
-    asked: dict[Hashable, list[Request]] = field(default_factory=dict)
+    requests: dict[Hashable, list[Request]] = field(default_factory=dict)
     answered: dict[Hashable, list[Completion]] = field(default_factory=dict)
 
 
 def record(engine: SteppingEngine, patch: Any) -> Record:
     """Record the calls of an engine from now on, until ``patch`` (a ``MonkeyPatch``) is undone."""
-    found = Record()
+    calls = Record()
     submit, step, abort_all = engine.submit, engine.step, engine.abort_all
 
     def recorded_submit(requests: Sequence[Request]) -> None:
         for request in requests:
-            found.asked.setdefault(request.key, []).append(request)
+            calls.requests.setdefault(request.key, []).append(request)
         submit(requests)
 
     def recorded_step() -> list[tuple[Hashable, Completion]]:
         ended = step()
         for key, completion in ended:
-            found.answered.setdefault(key, []).append(completion)
+            calls.answered.setdefault(key, []).append(completion)
         return ended
 
     def recorded_abort() -> dict[Hashable, Completion]:
         taken = abort_all()
         for key, completion in taken.items():
-            found.answered.setdefault(key, []).append(completion)
+            calls.answered.setdefault(key, []).append(completion)
         return taken
 
     patch.setattr(engine, "submit", recorded_submit)
     patch.setattr(engine, "step", recorded_step)
     patch.setattr(engine, "abort_all", recorded_abort)
-    return found
+    return calls
 
 
 def talking(
@@ -98,16 +100,16 @@ def problems(count: int) -> list[Example]:
     return [Example(f"p{n}", [{"role": "user", "content": f"What is {n} + {n * n}?"}]) for n in range(count)]
 
 
-def check_tokens(prompts: list[list[int]], found: list[list[Completion]], calls: Record) -> int:
+def check_tokens(prompts: list[list[int]], groups: list[list[Completion]], calls: Record) -> int:
     """Check that episodes have the tokens that the engine saw and sampled; return the number of turns."""
     turns = 0
-    for number, group in enumerate(found):
+    for number, group in enumerate(groups):
         for sample, episode in enumerate(group):
             key = ("generate", number, sample)
             whole = list(prompts[number])
             sampled: list[bool] = []
             log_probs: list[float] = []
-            for request, answer in zip(calls.asked[key], calls.answered[key], strict=True):
+            for request, answer in zip(calls.requests[key], calls.answered[key], strict=True):
                 # The engine saw all that came before, unchanged.
                 assert list(request.tokens)[: len(whole)] == whole
                 between = len(request.tokens) - len(whole)
@@ -119,6 +121,6 @@ def check_tokens(prompts: list[list[int]], found: list[list[Completion]], calls:
             assert sampled[0] and sampled[-1], "an episode begins and ends with a token of the model"
             kept = episode.record
             assert kept is not None
-            assert kept.turns == len(calls.asked[key]) == len(kept.messages_of_model)
+            assert kept.turns == len(calls.requests[key]) == len(kept.messages_of_model)
             turns += kept.turns
     return turns

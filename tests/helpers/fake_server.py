@@ -134,15 +134,17 @@ class FakeServer:
         await self._place()
         if sampling.get("logprobs", 0) > 1:
             return self._likeliest(body)
-        found = await self._complete(body["token_ids"], sampling, sampling["max_tokens"], sampling["seed"])
-        reason = "abort" if found.finish_reason == "aborted" else found.finish_reason
+        completion = await self._complete(
+            body["token_ids"], sampling, sampling["max_tokens"], sampling["seed"]
+        )
+        reason = "abort" if completion.finish_reason == "aborted" else completion.finish_reason
         content = [
             {"token_id": token, "logprob": log_prob, "rank": 1}
-            for token, log_prob in zip(found.token_ids, found.log_probs, strict=True)
+            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True)
         ]
         span = {"version": self.version, "start": 0, "end": len(content)}
         choice = {
-            "token_ids": found.token_ids,
+            "token_ids": completion.token_ids,
             "logprobs": {"content": content},
             "finish_reason": reason,
             "weight_versions": [span],
@@ -187,11 +189,11 @@ class FakeServer:
 
     def _likeliest(self, body: dict[str, Any]) -> web.Response:
         sampling = body["sampling_params"]
-        found = self.engine.next_tokens(Probe([body["token_ids"]], sampling["logprobs"]))
+        likeliest = self.engine.next_tokens(Probe([body["token_ids"]], sampling["logprobs"]))
         top = [
             {"token_id": token, "logprob": log_prob, "rank": rank}
             for rank, (token, log_prob) in enumerate(
-                zip(found.token_ids[0].tolist(), found.log_probs[0].tolist(), strict=True), 1
+                zip(likeliest.token_ids[0].tolist(), likeliest.log_probs[0].tolist(), strict=True), 1
             )
         ]
         # The sampled token comes first.
@@ -220,7 +222,7 @@ class FakeServer:
 
     async def _call(self, request: web.Request) -> web.Response:
         body = await request.json()
-        given = body.get("kwargs", {})
+        arguments = body.get("kwargs", {})
         if self.hangs:
             await asyncio.Event().wait()
         engine = self.engine
@@ -228,16 +230,16 @@ class FakeServer:
         if body["method"] == "grpo_describe":
             dtype = str(engine.model.dtype).removeprefix("torch.")
             result = {"dtype": dtype, "head_dtypes": [dtype], "max_model_len": self.max_model_len}
-            result |= {"logprobs_mode": "processed_logprobs", "sees_file": Path(given["file"]).exists()}
+            result |= {"logprobs_mode": "processed_logprobs", "sees_file": Path(arguments["file"]).exists()}
             result |= {"identity": str(id(self)), "ranks": self.ranks, "gpu": ""}
-            result["model"] = describe(engine.model.name_or_path, given["tensors"])
+            result["model"] = describe(engine.model.name_or_path, arguments["tensors"])
         elif body["method"] == "grpo_load":
-            engine.update(self._assembler.take(read_bucket(Bucket.from_json(given["bucket"]))))
+            engine.update(self._assembler.take(read_bucket(Bucket.from_json(arguments["bucket"]))))
         elif body["method"] == "grpo_locate_weights":
-            engine.locate_weights(given["shapes"])
+            engine.locate_weights(arguments["shapes"])
         elif body["method"] == "grpo_checksums":
-            (found,) = engine.checksums()
-            result = found.to_json()
+            (checksums,) = engine.checksums()
+            result = checksums.to_json()
         elif body["method"] == "grpo_start_update":
             self._assembler = Assembler()
         else:
@@ -263,7 +265,7 @@ class FakeSGLang(FakeServer):
     kind = SGLANG
     generate_route = "/generate"
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **named: Any) -> None:
         self._session_is_open = False
         self._model: _LoadedModel | None = None
         loader._server_args = lambda: SimpleNamespace(
@@ -274,7 +276,7 @@ class FakeSGLang(FakeServer):
             model_path=self.engine.model.name_or_path,
             trust_remote_code=False,
         )
-        super().__init__(*given, **named)
+        super().__init__(*args, **named)
 
     def _routes(self) -> list[web.RouteDef]:
         return [
@@ -306,25 +308,26 @@ class FakeSGLang(FakeServer):
         await self._place()
         about: dict[str, Any] = {"cached_tokens": 0}
         if "top_logprobs_num" in body:
-            found = self.engine.next_tokens(Probe([body["input_ids"]], body["top_logprobs_num"]))
-            rows = zip(found.log_probs[0].tolist(), found.token_ids[0].tolist(), strict=True)
+            likeliest = self.engine.next_tokens(Probe([body["input_ids"]], body["top_logprobs_num"]))
+            rows = zip(likeliest.log_probs[0].tolist(), likeliest.token_ids[0].tolist(), strict=True)
             about["output_top_logprobs"] = [[[value, token, None] for value, token in rows]]
             about["finish_reason"] = {"type": "length", "length": 1}
             return web.json_response({"output_ids": [], "meta_info": about})
-        one = await self._complete(
+        completion = await self._complete(
             body["input_ids"], sampling, sampling["max_new_tokens"], sampling.get("sampling_seed")
         )
         about["output_token_logprobs"] = [
-            [value, token, None] for value, token in zip(one.log_probs, one.token_ids, strict=True)
+            [value, token, None]
+            for value, token in zip(completion.log_probs, completion.token_ids, strict=True)
         ]
-        span = {"version": self.version, "start": 0, "end": len(one.token_ids)}
+        span = {"version": self.version, "start": 0, "end": len(completion.token_ids)}
         about |= {"weight_version": self.version, "weight_versions": [span]}
         about["finish_reason"] = {
-            "stop": {"type": "stop", "matched": one.token_ids[-1] if one.token_ids else None},
-            "length": {"type": "length", "length": len(one.token_ids)},
+            "stop": {"type": "stop", "matched": completion.token_ids[-1] if completion.token_ids else None},
+            "length": {"type": "length", "length": len(completion.token_ids)},
             "aborted": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
-        }[one.finish_reason]
-        return web.json_response({"output_ids": one.token_ids, "meta_info": about})
+        }[completion.finish_reason]
+        return web.json_response({"output_ids": completion.token_ids, "meta_info": about})
 
     async def _abort(self, request: web.Request) -> web.Response:
         assert (await request.json())["abort_all"]

@@ -88,7 +88,7 @@ class OneWorker(Inference):
         self.pool.call(0, command, replied.set_result)
         if isinstance(command, LoadWeightsCommand) and isinstance(command.content, TrainerWeights):
             command.content.send_until(replied)
-        found = replied.result(_PATIENCE_S)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        answer = replied.result(_PATIENCE_S)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer

@@ -120,8 +120,8 @@ def run_script(
                 processes.append(_start(words, cwd, variables | own, written))
             _wait(processes, time.monotonic() + timeout)
         except TimeoutError as error:
-            said = "".join(path.read_text()[-2_000:] for path in written)
-            raise TimeoutError(f"{error}:\n{said}") from None
+            output = "".join(path.read_text()[-2_000:] for path in written)
+            raise TimeoutError(f"{error}:\n{output}") from None
         finally:
             for process in processes:
                 if process.is_alive():
@@ -242,7 +242,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
             return
         if not ended:
             raise TimeoutError(f"{len(running)} of {len(processes)} processes are still running")
-        for process in [one for one in running if one.sentinel in ended]:
+        for process in [process for process in running if process.sentinel in ended]:
             process.join()
             running.remove(process)
             if process.exitcode and not failed:

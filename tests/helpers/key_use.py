@@ -16,11 +16,11 @@ from torchrl_grpo.config import Config
 
 def _sections(schema: type, prefix: str = "") -> dict[str, str]:
     """Dotted names of the sections, those inside others too, and the names of their types."""
-    found: dict[str, str] = {}
+    sections: dict[str, str] = {}
     for name, hint in typing.get_type_hints(schema).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            found |= {prefix + name: hint.__name__, **_sections(hint, f"{prefix}{name}.")}
-    return found
+            sections |= {prefix + name: hint.__name__, **_sections(hint, f"{prefix}{name}.")}
+    return sections
 
 
 _SECTIONS = _sections(Config)
@@ -31,16 +31,16 @@ def read_keys(source: str) -> set[str]:
     """Return the dotted keys that a module's source reads."""
     tree = ast.parse(source)
     aliases = _aliases(tree)
-    found = set()
+    keys = set()
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)):
             continue
         section = _section(node.value, aliases)
         if section is not None:
-            found.add(f"{section}.{node.attr}")
+            keys.add(f"{section}.{node.attr}")
         elif _last_name(node.value) in _ROOTS:
-            found.add(node.attr)
-    return found
+            keys.add(node.attr)
+    return keys
 
 
 def _last_name(node: ast.expr) -> str | None:
@@ -66,13 +66,13 @@ def _section(node: ast.expr, aliases: dict[str, str]) -> str | None:
 def _aliases(tree: ast.Module) -> dict[str, str]:
     """Names and ``self.`` attributes that hold a section, for the whole module."""
     by_type = {type_name: section for section, type_name in _SECTIONS.items()}
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:
             names = {part.id for part in ast.walk(node.annotation) if isinstance(part, ast.Name)}
             target = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
             for name in names & by_type.keys():
-                found[target] = by_type[name]
+                aliases[target] = by_type[name]
     assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     for _ in range(2):  # an alias of an alias: self._env = env
         for node in assignments:
@@ -81,7 +81,7 @@ def _aliases(tree: ast.Module) -> dict[str, str]:
                 if isinstance(assigned, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     pairs = list(zip(assigned.elts, node.value.elts, strict=True))
                 for left, value in pairs:
-                    section = _section(value, found)
+                    section = _section(value, aliases)
                     if section is not None:
-                        found[ast.unparse(left)] = section
-    return found
+                        aliases[ast.unparse(left)] = section
+    return aliases

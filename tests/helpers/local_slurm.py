@@ -183,6 +183,6 @@ def _daemon(slurm: LocalSlurm, words: Sequence[str]) -> Iterator[None]:
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]

@@ -90,15 +90,15 @@ def advantages_by_hand(cfg: PolicyConfig, batch: TensorDict, longest: int) -> li
             row.append(reward)
         totals.append(row)
     if cfg.advantage_estimator == "maxent":
-        found = []
+        advantages = []
         for p in range(P):
             ref = []
             for s in range(G):
                 kept = [t for t in range(T) if mask[p, s, t]]
                 total = sum(logs["reference"][p][s][t] for t in kept)
                 ref.append(total / len(kept) if cfg.length_normalize_ref else total)
-            found.append(maxent(cfg, totals[p], ref))
-        return found
+            advantages.append(maxent(cfg, totals[p], ref))
+        return advantages
     everything = [reward for row in totals for reward in row]
     return [normalized(cfg, row, everything) for row in totals]
 
@@ -152,8 +152,8 @@ def loss_by_hand(cfg: PolicyConfig, batch: TensorDict, new: Tensor, longest: int
     advantages = advantages_by_hand(cfg, batch, longest)
     mask = counted(cfg, batch)
     P, G, _ = new.shape
-    tokens = sum(flag for row in mask for one in row for flag in one)
-    sequences = sum(any(one) for row in mask for one in row)
+    tokens = sum(flag for row in mask for flags in row for flag in flags)
+    sequences = sum(any(flags) for row in mask for flags in row)
     engine, ref = batch["log_probs", "response"].double(), batch["log_probs", "reference"].double()
     proximal = batch["log_probs", "proximal"].double() if cfg.proximal == "trainer" else engine
     loss = torch.zeros((), dtype=torch.float64)

@@ -51,10 +51,10 @@ def prompts_of(processor: Any) -> tuple[list[list[int]], list[PromptPictures]]:
     for each in SHOWN:
         example = example_of(each)
         _, tokens = render(tokenizer, example)
-        given = prompt_pictures(tokenizer, example, tokens)
-        assert given is not None
+        prompt = prompt_pictures(tokenizer, example, tokens)
+        assert prompt is not None
         prompts.append(tokens)
-        shown.append(given)
+        shown.append(prompt)
     return prompts, shown
 
 

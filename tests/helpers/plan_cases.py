@@ -29,7 +29,7 @@ def read() -> dict[str, str]:
     return {block.split("\n", 1)[0]: block.split("\n", 1)[1].rstrip() + "\n" for block in blocks}
 
 
-def asked(case: str) -> tuple[Request, int]:
+def request_of(case: str) -> tuple[Request, int]:
     """What is asked of the planner, and the GPUs there are, out of ``SCRIPT, N GPUs: WORDS``."""
     head, _, text = case.partition(":")
     script, gpus = head.split(", ")
@@ -44,7 +44,7 @@ def asked(case: str) -> tuple[Request, int]:
 
 def answer(case: str) -> str:
     """What the planner says to it."""
-    request, num_gpus = asked(case)
+    request, num_gpus = request_of(case)
     try:
         return plan(request, num_gpus).table()
     except ConfigError as error:

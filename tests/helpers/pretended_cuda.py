@@ -207,16 +207,16 @@ class PretendedCuda:
         if error is None and self.problems:
             raise DeviceMismatch(f"said and swallowed: {'; '.join(self.problems)}")
 
-    def device(self, wanted: torch.device | str | int) -> torch.device:
-        """What ``wanted`` names; ``cuda`` alone is the current device.
+    def device(self, spec: torch.device | str | int) -> torch.device:
+        """What ``spec`` names; ``cuda`` alone is the current device.
 
         Raises:
             DeviceMismatch: there is no such GPU.
         """
-        found = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
-        if found.type != "cuda":
-            return found
-        index = self.current if found.index is None else found.index
+        device = torch.device("cuda", spec) if isinstance(spec, int) else torch.device(spec)
+        if device.type != "cuda":
+            return device
+        index = self.current if device.index is None else device.index
         if index >= self.gpus:
             self.refuse(f"cuda:{index} of {self.gpus} GPUs")
         return torch.device("cuda", index)
@@ -352,7 +352,7 @@ class Watch(TorchDispatchMode):
             self.machine.ran(func, args, kwargs)
         out = _STAND_INS.get(func, func)(*args, **kwargs)
         for tensor in _tensors((out,)):
-            if not any(tensor is given for given in tensors):
+            if not any(tensor is argument for argument in tensors):
                 self.machine.gave(tensor, device)
         return out
 

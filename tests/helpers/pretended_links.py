@@ -59,7 +59,7 @@ def shared_memory(peers: bool = True) -> Iterator[list[bytes]]:
             (torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_shared)),
             (torch.UntypedStorage, "_release_ipc_counter", staticmethod(lambda *args, **kwargs: None)),
             (torch.cuda, "_lazy_init", lambda: None),
-            (torch.cuda, "can_device_access_peer", lambda one, other: peers),
+            (torch.cuda, "can_device_access_peer", lambda gpu, other: peers),
         ):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         yield opened

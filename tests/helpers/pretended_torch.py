@@ -102,16 +102,16 @@ def cleared_caches() -> Iterator[None]:
 class Generator(torch.Generator):
     """A generator that says which device it is for."""
 
-    wanted: torch.device
+    target: torch.device
 
     def __new__(cls, device: torch.device | str = "cpu") -> Generator:
         made: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        made.wanted = torch.device(device)
+        made.target = torch.device(device)
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.wanted
+        return self.target
 
 
 class _Move(torch.autograd.Function):
@@ -293,9 +293,9 @@ def _factory(machine: PretendedCuda, name: str, real: Callable[..., Tensor]) -> 
 
 def _grouped(lists: list[list[Tensor | None]], with_indices: bool = False) -> dict[Any, Any]:
     """Tensors by device and format, for fused updates and clipping: torch's own reads the real device."""
-    found = _real_grouped(lists, with_indices)
+    groups = _real_grouped(lists, with_indices)
     (device,) = {device_of(tensor) for tensor in lists[0] if tensor is not None} or {CPU}
-    return {(device, dtype): group for (_, dtype), group in found.items()}
+    return {(device, dtype): group for (_, dtype), group in groups.items()}
 
 
 class _Autocast(torch.autocast):
@@ -330,12 +330,12 @@ def _cuda(machine: PretendedCuda) -> Iterator[Replacement]:
         machine.current = machine.device(device).index
 
     class device:
-        def __init__(self, wanted: Any) -> None:
-            self.wanted = wanted
+        def __init__(self, target: Any) -> None:
+            self.target = target
 
         def __enter__(self) -> None:
             self.before = machine.current
-            set_device(self.wanted)
+            set_device(self.target)
 
         def __exit__(self, *error: object) -> None:
             machine.current = self.before

@@ -160,10 +160,10 @@ def _park(step: OptimizerStep, ranks: Ranks) -> None:
 
 def _reloaded(case: str, kind: str, ranks: Ranks, state: dict[str, Any]) -> dict[str, Any]:
     """What is saved again by those who have loaded what rank 0 saved."""
-    given = copy.deepcopy(ranks.gather(state)[0])
+    saved = copy.deepcopy(ranks.gather(state)[0])
     step, _ = build(case, kind, ranks, loads_parked=ranks.size > 1)
-    step.load_state_dict(given)
-    for moments in given["optimizer"]["state"].values():
+    step.load_state_dict(saved)
+    for moments in saved["optimizer"]["state"].values():
         for value in moments.values():
             # What was given is no longer needed: it may lie in a file.
             value.fill_(-1.0)
@@ -243,13 +243,13 @@ def measure_all(kinds: Sequence[str], cases: Sequence[str], ranks: Ranks) -> dic
 def main(output: Path, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     here = Ranks(on_cpu=True)
-    found = measure_all(kinds, (*CASES_OF_TWO, *MIXED) if here.size == 2 else (*CASES,), here)
+    measured = measure_all(kinds, (*CASES_OF_TWO, *MIXED) if here.size == 2 else (*CASES,), here)
     if here.size == 2:
-        found |= measure_all(["fsdp2"], [COMPILED], here)
-    found["kept of weights"] = kept_of_weights(here)
-    found["muon"] = muon_steps("fsdp2", here)
+        measured |= measure_all(["fsdp2"], [COMPILED], here)
+    measured["kept of weights"] = kept_of_weights(here)
+    measured["muon"] = muon_steps("fsdp2", here)
     if here.is_main:
-        torch.save(found, output)
+        torch.save(measured, output)
 
 
 if __name__ == "__main__":

@@ -44,62 +44,62 @@ def measured_exactly(case: str) -> dict[str, Any]:
         return measure(case, "ddp", Ranks(on_cpu=True))
 
 
-def check_same_numbers(found: dict[str, Any], case: str) -> None:
+def check_same_numbers(measured: dict[str, Any], case: str) -> None:
     """What several ranks found is what one process did, to rounding."""
     alone, exact = measured_alone(case), measured_exactly(case)
     # Sums cancel, so what they are off by is no share of theirs.
     allowed = FACTOR * relative_error(alone["gradients"], exact["gradients"])
-    assert found["sums"] == pytest.approx(alone["sums"], rel=allowed, abs=allowed)
+    assert measured["sums"] == pytest.approx(alone["sums"], rel=allowed, abs=allowed)
     for part in ("gradients", "weights"):
-        assert_rounds_alike(found[part], alone[part], exact[part])
+        assert_rounds_alike(measured[part], alone[part], exact[part])
     assert any(gradient.abs().max() > 1e-3 for gradient in alone["gradients"].values())
-    for ours, expected in zip(found["metrics"], alone["metrics"], strict=True):
+    for ours, expected in zip(measured["metrics"], alone["metrics"], strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    torch.testing.assert_close(found["probe"], alone["probe"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(measured["probe"], alone["probe"], rtol=1e-4, atol=1e-4)
 
 
-def check_same_state(found: dict[str, Any], alone: dict[str, Any]) -> None:
+def check_same_state(measured: dict[str, Any], alone: dict[str, Any]) -> None:
     """And so is the optimizer's state, which every layout saves alike."""
-    assert found["optimizer"]["param_groups"] == alone["optimizer"]["param_groups"]
-    assert found["optimizer"]["state"].keys() == alone["optimizer"]["state"].keys()
+    assert measured["optimizer"]["param_groups"] == alone["optimizer"]["param_groups"]
+    assert measured["optimizer"]["state"].keys() == alone["optimizer"]["state"].keys()
     for index, entry in alone["optimizer"]["state"].items():
         for name, expected in entry.items():
             torch.testing.assert_close(
-                found["optimizer"]["state"][index][name], expected, rtol=1e-4, atol=1e-6
+                measured["optimizer"]["state"][index][name], expected, rtol=1e-4, atol=1e-6
             )
 
 
-def check_rounds_alike(found: dict[str, Any], alone: dict[str, Any], exact: dict[str, Any]) -> None:
+def check_rounds_alike(measured: dict[str, Any], alone: dict[str, Any], exact: dict[str, Any]) -> None:
     """In bfloat16 ranks are as near to the float32 numbers as one process in bfloat16 is."""
     for part in ("gradients", "weights"):
-        theirs, ours = (_distance(one[part], exact[part]) for one in (alone, found))
+        theirs, ours = (_distance(run[part], exact[part]) for run in (alone, measured))
         # Between the two steps a ratio may be on the other side of the clip.
         assert 0 < ours < 2 * theirs < 0.3, (part, ours, theirs)
     for name, value in exact["sums"].items():
-        assert found["sums"][name] == pytest.approx(value, rel=0.1, abs=0.05), name
+        assert measured["sums"][name] == pytest.approx(value, rel=0.1, abs=0.05), name
 
 
-def check_same_head(found: dict[str, Any], alone: dict[str, Any]) -> None:
+def check_same_head(measured: dict[str, Any], alone: dict[str, Any]) -> None:
     """With layers in bfloat16 and the head in float32: log-probabilities, loss and the head's gradients."""
-    torch.testing.assert_close(found["probe at start"], alone["probe at start"], rtol=1e-5, atol=1e-5)
-    assert found["sums"] == pytest.approx(alone["sums"], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(measured["probe at start"], alone["probe at start"], rtol=1e-5, atol=1e-5)
+    assert measured["sums"] == pytest.approx(alone["sums"], rel=1e-5, abs=1e-6)
     for name in ("lm_head.weight", "model.norm.weight"):
         expected = alone["gradients"][name]
-        assert (found["gradients"][name] - expected).abs().max() <= 1e-5 * expected.abs().max() > 0, name
+        assert (measured["gradients"][name] - expected).abs().max() <= 1e-5 * expected.abs().max() > 0, name
 
 
-def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def _distance(measured: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Of all tensors together, as a share of their size."""
-    apart = sum(float((found[name] - one).square().sum()) for name, one in expected.items())
-    share: float = float(apart / sum(float(one.square().sum()) for one in expected.values())) ** 0.5
+    apart = sum(float((measured[name] - tensor).square().sum()) for name, tensor in expected.items())
+    share: float = float(apart / sum(float(tensor.square().sum()) for tensor in expected.values())) ** 0.5
     return share
 
 
-def check_kept_and_loaded(found: dict[str, Any], ranks: int) -> None:
+def check_kept_and_loaded(measured: dict[str, Any], ranks: int) -> None:
     """Rank 0 alone holds the moments it saves, and from them each rank gets its part back, bit for bit."""
-    moments = sum(len(entry) for entry in found["state"]["optimizer"]["state"].values())
-    assert found["kept"] == [moments] + [0] * (ranks - 1) and moments > 0
-    saved, again = found["state"]["optimizer"], found["reloaded"]["optimizer"]
+    moments = sum(len(entry) for entry in measured["state"]["optimizer"]["state"].values())
+    assert measured["kept"] == [moments] + [0] * (ranks - 1) and moments > 0
+    saved, again = measured["state"]["optimizer"], measured["reloaded"]["optimizer"]
     assert again["param_groups"] == saved["param_groups"] and again["state"].keys() == saved["state"].keys()
     for index, entry in saved["state"].items():
         for name, value in entry.items():
@@ -108,9 +108,9 @@ def check_kept_and_loaded(found: dict[str, Any], ranks: int) -> None:
 
 def check_follows(folder: Path, one_rank: Path) -> None:
     """The first steps of the run in ``folder`` have the metrics of the one in one rank."""
-    expected, found = metrics(one_rank), metrics(folder)
-    assert len(expected) == 1 + STEPS <= len(found)
-    for ours, theirs in zip(found, expected, strict=False):
+    expected, lines = metrics(one_rank), metrics(folder)
+    assert len(expected) == 1 + STEPS <= len(lines)
+    for ours, theirs in zip(lines, expected, strict=False):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -164,8 +164,8 @@ def grpo_script(root: Path) -> Path:
 def launch_forks(root: Path, launcher: str, arguments: list[str]) -> Finished:
     """The command with ``accelerate launch`` and a file of config/accelerate, in forks."""
     file = root / f"config/accelerate/{launcher}.yaml"
-    said = ("--config_file", file, grpo_script(root), *arguments)
-    return run_launcher("accelerate.commands.launch", *said, cwd=root)
+    script_words = ("--config_file", file, grpo_script(root), *arguments)
+    return run_launcher("accelerate.commands.launch", *script_words, cwd=root)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -46,37 +46,37 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+def relative_error(measured: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """The error of all tensors together, as a share of their size."""
-    errors, sizes = _norms(found, exact)
+    errors, sizes = _norms(measured, exact)
     return math.hypot(*errors.values()) / math.hypot(*sizes.values())
 
 
 def assert_rounds_alike(
-    found: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+    measured: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> None:
-    """Fail unless ``found`` is as near to ``exact`` as ``plain`` is, up to ``FACTOR``.
+    """Fail unless ``measured`` is as near to ``exact`` as ``plain`` is, up to ``FACTOR``.
 
     The error of a tensor is allowed that of the plain tensor, or as much of its size as all plain tensors
     together are off, or what float32 can tell apart, whichever is largest.
 
     Args:
-        found: tensors that are tested.
+        measured: tensors that are tested.
         plain: the same from a plain computation in the same format.
         exact: the same in float64.
     """
-    assert found.keys() == plain.keys() == exact.keys()
+    assert measured.keys() == plain.keys() == exact.keys()
     share = max(relative_error(plain, exact), torch.finfo(torch.float32).eps / 2)
     assert share < 0.1, "the plain computation is wrong"
     errors, sizes = _norms(plain, exact)
-    for name, error in _norms(found, exact)[0].items():
+    for name, error in _norms(measured, exact)[0].items():
         allowed = FACTOR * max(errors[name], share * sizes[name])
         assert error <= allowed, f"{name} is off by {error:.2e}, and rounding explains {allowed:.2e}"
 
 
 def _norms(
-    found: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+    measured: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The error and the size of each tensor."""
-    errors = {name: float((found[name].double() - right).norm()) for name, right in exact.items()}
+    errors = {name: float((measured[name].double() - right).norm()) for name, right in exact.items()}
     return errors, {name: float(right.double().norm()) for name, right in exact.items()}

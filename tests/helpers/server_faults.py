@@ -29,12 +29,12 @@ def assert_faults_are_found(
                 parameter.mul_(1.001)
         count = iter(range(100))
 
-        def call(self: ServerEngine, method: str, **given: Any) -> list[Any]:
+        def call(self: ServerEngine, method: str, **arguments: Any) -> list[Any]:
             if method == "grpo_load" and next(count) == 1:  # noqa: B023  called before the next round
-                bucket = Bucket.from_json(given["bucket"])
+                bucket = Bucket.from_json(arguments["bucket"])
                 left = Bucket(bucket.path, bucket.entries[1:])
-                given["bucket"] = (left if what == "a tensor is skipped" else older_buckets[1]).to_json()  # noqa: B023
-            return honest(self, method, **given)
+                arguments["bucket"] = (left if what == "a tensor is skipped" else older_buckets[1]).to_json()  # noqa: B023
+            return honest(self, method, **arguments)
 
         monkeypatch.setattr(ServerEngine, "_call", call)
         with pytest.raises(TrainingStopped, match=r"after publishing version 2, .* are not the trainer's"):

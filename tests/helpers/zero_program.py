@@ -28,8 +28,8 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(p).clone() for name, p in model.named_parameters()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
+def same(tensors: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensors[name], other[name]) for name in tensors)
 
 
 def by_hand(case: str, *, steps: int) -> tuple[OptimizerStep, Any]:
@@ -66,8 +66,8 @@ def check_no_gradient(kind: str, ranks: Ranks) -> None:
     batch = batch_of(case)
     still = batch.clone()
     still["advantage"].zero_()
-    for one in (batch, still):
-        ours, theirs = step(one), reference(one)
+    for inputs in (batch, still):
+        ours, theirs = step(inputs), reference(inputs)
         assert abs(ours["optimizer/grad_norm"] - theirs["optimizer/grad_norm"]) < 1e-5
         assert abs(ours["policy/entropy"] - theirs["policy/entropy"]) < 1e-5
     for name, expected in weights_of(whole_model).items():
@@ -127,7 +127,7 @@ def check_end(kind: str, ranks: Ranks) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     here = Ranks(on_cpu=True)
-    found = measure_all(sys.argv[2:], tuple(CASES), here)
+    measured = measure_all(sys.argv[2:], tuple(CASES), here)
     for kind in sys.argv[2:]:
         check_looks(kind, here)
         check_refusal(kind, here)
@@ -135,4 +135,4 @@ if __name__ == "__main__":
         check_states(kind, here)
         check_end(kind, here)
     if here.is_main:
-        torch.save(found, Path(sys.argv[1]))
+        torch.save(measured, Path(sys.argv[1]))

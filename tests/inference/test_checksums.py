@@ -46,9 +46,9 @@ def by_hand(tensor: torch.Tensor) -> int:
     words = rows.contiguous().view(torch.int64)
     total = 0
     for at, word in enumerate(words.flatten().tolist()):
-        one = torch.zeros_like(words)
-        one.view(-1)[at] = 1
-        weight = checksum(one.view(torch.float32))
+        unit = torch.zeros_like(words)
+        unit.view(-1)[at] = 1
+        weight = checksum(unit.view(torch.float32))
         assert weight % 2 == 1
         total += weight * word
     total %= 2**64
@@ -60,7 +60,7 @@ def test_a_checksum_is_the_sum_that_its_docstring_says() -> None:
         assert checksum(tensor) == by_hand(tensor)
     ones = torch.eye(8 * 64, dtype=torch.int64).view(-1, 8, 64).view(torch.float32)
     # Four segments of 16 words in each of eight rows.
-    assert len({checksum(one) for one in ones}) == 8 * 4
+    assert len({checksum(tensor) for tensor in ones}) == 8 * 4
     assert len(ordered_row_sums(torch.eye(64, dtype=torch.int64).view(torch.float32)).unique()) == 64
 
 
@@ -103,10 +103,10 @@ def test_what_is_packed_or_empty_is_read_as_one_row() -> None:
 
 
 def test_copies_of_a_name_are_listed_one_by_one() -> None:
-    one, other = torch.randn(2, 4), torch.randn(3)
-    found = compute_checksums([("a", one), ("b", other), ("a", one)], torch.float32)
-    assert found.values == {"a": (checksum(one),) * 2, "b": (checksum(other),)}
-    assert found.dtype == "float32" and compute_checksums([], torch.float16).values == {}
+    first, other = torch.randn(2, 4), torch.randn(3)
+    checksums = compute_checksums([("a", first), ("b", other), ("a", first)], torch.float32)
+    assert checksums.values == {"a": (checksum(first),) * 2, "b": (checksum(other),)}
+    assert checksums.dtype == "float32" and compute_checksums([], torch.float16).values == {}
 
 
 SHAPES = {
@@ -127,16 +127,16 @@ SHAPES = {
 def test_a_layout_is_learned_whatever_the_engine_does_with_rows(dtype: torch.dtype) -> None:
     order = torch.tensor([0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11])
 
-    def engine(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
-            "qkv": torch.cat([given["q"], given["k"], given["v"]]),
-            "qkv.bias": torch.cat([given["q.bias"], given["k.bias"]]).float(),
-            "conv": given["turned"].T.contiguous(),
-            "w13": torch.cat([given["experts"], torch.zeros(1, 4, 8, dtype=dtype)]),
-            "mixed": given["heads"][order],
-            "mixed_again": given["heads"],
-            "scale": given["scale"],
-            "computed": -given["lost"].float().exp().to(dtype),
+            "qkv": torch.cat([tensors["q"], tensors["k"], tensors["v"]]),
+            "qkv.bias": torch.cat([tensors["q.bias"], tensors["k.bias"]]).float(),
+            "conv": tensors["turned"].T.contiguous(),
+            "w13": torch.cat([tensors["experts"], torch.zeros(1, 4, 8, dtype=dtype)]),
+            "mixed": tensors["heads"][order],
+            "mixed_again": tensors["heads"],
+            "scale": tensors["scale"],
+            "computed": -tensors["lost"].float().exp().to(dtype),
         }
 
     prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in SHAPES.items()}
@@ -146,12 +146,12 @@ def test_a_layout_is_learned_whatever_the_engine_does_with_rows(dtype: torch.dty
     weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
 
     def read(held: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        values: dict[str, list[int]] = {}
         for key, tensor in held.items():
             for name, part, value in layout.read_parts(key, tensor):
                 assert part is None
-                found.setdefault(name, []).append(int(value))
-        return found
+                values.setdefault(name, []).append(int(value))
+        return values
 
     expected = {name: [checksum(tensor)] for name, tensor in weights.items() if name != "lost"}
     expected["heads"] *= 2
@@ -174,14 +174,14 @@ def test_a_layout_says_what_arrived_in_part(dtype: torch.dtype) -> None:
     prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in shapes.items()}
 
     def torn(**changes: torch.Tensor) -> list[str]:
-        given = {**prints, **changes}
+        tensors = {**prints, **changes}
         held = {
-            "turned": given["matrix"].T.contiguous(),
-            "vector": given["vector"],
-            "one": given["split"][:5],
-            "other": given["split"][5:],
-            "one.bias": given["split.bias"][:8],
-            "other.bias": given["split.bias"][8:],
+            "turned": tensors["matrix"].T.contiguous(),
+            "vector": tensors["vector"],
+            "one": tensors["split"][:5],
+            "other": tensors["split"][5:],
+            "one.bias": tensors["split.bias"][:8],
+            "other.bias": tensors["split.bias"][8:],
         }
         return locate_weights(shapes, dtype, {key: Seen.of(tensor) for key, tensor in held.items()}, CPU).torn
 
@@ -228,13 +228,13 @@ def test_checksums_of_parts_add_up_to_that_of_the_tensor(dtype: torch.dtype, sha
 def test_a_layout_of_two_ranks_is_learned(dtype: torch.dtype) -> None:
     shapes = {"up": (8, 32), "down": (6, 64), "norm": (16,), "up.bias": (32,), "kept": (4, 32)}
 
-    def rank(given: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    def rank(tensors: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
         half = slice(number * 4, number * 4 + 4)
         return {
-            "fused": torch.cat([given["up"][half], given["kept"]]),
-            "down": given["down"][:, number * 32 : number * 32 + 32].contiguous(),
-            "norm": given["norm"],
-            "bias": given["up.bias"][number * 16 : number * 16 + 16],
+            "fused": torch.cat([tensors["up"][half], tensors["kept"]]),
+            "down": tensors["down"][:, number * 32 : number * 32 + 32].contiguous(),
+            "norm": tensors["norm"],
+            "bias": tensors["up.bias"][number * 16 : number * 16 + 16],
         }
 
     prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in shapes.items()}
@@ -245,7 +245,7 @@ def test_a_layout_of_two_ranks_is_learned(dtype: torch.dtype) -> None:
         layout = locate_weights(shapes, dtype, seen, CPU, shards=2)
         assert layout.torn == [] and layout.unreadable(shapes) == []
         held = [
-            one for key, tensor in rank(weights, number).items() for one in layout.read_parts(key, tensor)
+            part for key, tensor in rank(weights, number).items() for part in layout.read_parts(key, tensor)
         ]
         ranks.append(collect_parts(held, dtype))
     merged = merge_ranks(ranks, shapes)

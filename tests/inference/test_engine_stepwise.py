@@ -31,38 +31,43 @@ def test_an_aborted_greedy_response_continues_as_if_it_had_not_been(family: str)
     engine.submit(requests)
     ended = [engine.step() for _ in range(5)]
     taken = engine.abort_all()
-    assert {len(one.token_ids) for one in taken.values()} == {5}, "a test without a cut tests nothing"
-    assert all(one.finish_reason == "aborted" and len(one.log_probs) == 5 for one in taken.values())
+    assert {len(completion.token_ids) for completion in taken.values()} == {5}, (
+        "a test without a cut tests nothing"
+    )
+    assert all(
+        completion.finish_reason == "aborted" and len(completion.log_probs) == 5
+        for completion in taken.values()
+    )
     engine.submit(
         [
-            Request(one.key, [*one.tokens, *taken[one.key].token_ids], 12 - 5, 0.0)
-            for one in requests
-            if one.key in taken
+            Request(request.key, [*request.tokens, *taken[request.key].token_ids], 12 - 5, 0.0)
+            for request in requests
+            if request.key in taken
         ]
     )
-    found = {key: one for step in ended for key, one in step}
-    while len(found) < len(PROMPTS):
+    completions = {key: completion for step in ended for key, completion in step}
+    while len(completions) < len(PROMPTS):
         for key, rest in engine.step():
-            found[key] = Completion(
+            completions[key] = Completion(
                 taken[key].token_ids + rest.token_ids,
                 taken[key].log_probs + rest.log_probs,
                 rest.finish_reason,
             )
     for number, (completion,) in enumerate(whole):
-        assert found["generate", number, 0].token_ids == completion.token_ids
-        assert found["generate", number, 0].log_probs == pytest.approx(completion.log_probs, **EQUAL)
-        assert found["generate", number, 0].finish_reason == completion.finish_reason
+        assert completions["generate", number, 0].token_ids == completion.token_ids
+        assert completions["generate", number, 0].log_probs == pytest.approx(completion.log_probs, **EQUAL)
+        assert completions["generate", number, 0].finish_reason == completion.finish_reason
 
 
 def test_a_response_that_has_ended_does_not_run_past_the_positions_of_the_model() -> None:
     engine = TransformersEngine(make_model("gpt2", n_positions=16), [END], PAD)
     # As where a cut response, nearly whole, goes on beside one that has just begun.
-    wanted = [(list(range(3, 15)), 4), ([5, 9], 14)]
+    inputs = [(list(range(3, 15)), 4), ([5, 9], 14)]
     engine.submit(
-        [Request(n, tokens, new, 1.0, n, ignore_eos=True) for n, (tokens, new) in enumerate(wanted)]
+        [Request(n, tokens, new, 1.0, n, ignore_eos=True) for n, (tokens, new) in enumerate(inputs)]
     )
-    found = dict(ended for _ in range(14) for ended in engine.step())
-    assert [len(found[number].token_ids) for number in range(2)] == [4, 14]
+    completions = dict(ended for _ in range(14) for ended in engine.step())
+    assert [len(completions[number].token_ids) for number in range(2)] == [4, 14]
 
 
 def test_a_token_of_the_request_ends_its_response_alone() -> None:
@@ -73,10 +78,10 @@ def test_a_token_of_the_request_ends_its_response_alone() -> None:
     requests = build_requests(PROMPTS, Sampling(1, 8, 0.0, ignore_eos=True))
     requests[1] = replace(requests[1], ignore_eos=False, stop_token_ids=(stop,))
     engine.submit(requests)
-    found = dict(ended for _ in range(8) for ended in engine.step())
-    ended = found["generate", 1, 0]
+    completions = dict(ended for _ in range(8) for ended in engine.step())
+    ended = completions["generate", 1, 0]
     assert ended.token_ids[-1] == stop and ended.finish_reason == "stop" and len(ended.token_ids) <= 3
-    assert [len(found["generate", number, 0].token_ids) for number in (0, 2)] == [8, 8]
+    assert [len(completions["generate", number, 0].token_ids) for number in (0, 2)] == [8, 8]
 
 
 def test_requests_that_came_later_wait_and_are_aborted_empty() -> None:
@@ -86,7 +91,7 @@ def test_requests_that_came_later_wait_and_are_aborted_empty() -> None:
     engine.submit([Request("second", PROMPTS[1], 6, 1.0, 2, ignore_eos=True)])
     engine.step()
     taken = engine.abort_all()
-    assert {key: len(one.token_ids) for key, one in taken.items()} == {"first": 2, "second": 0}
+    assert {key: len(completion.token_ids) for key, completion in taken.items()} == {"first": 2, "second": 0}
     assert engine.abort_all() == {}
 
 
@@ -103,8 +108,8 @@ def test_no_more_rows_than_allowed_and_groups_stay_together() -> None:
     engine._step = spy  # type: ignore[method-assign,assignment]
     cut = engine.generate(PROMPTS, Sampling(3, 8, 1.0, [1, 2, 3]))
     assert max(widths) == 6 and widths[0] == 2, "two prompts run once each, then their six samples"
-    assert [[one.token_ids for one in group] for group in cut] == [
-        [one.token_ids for one in group] for group in whole
+    assert [[completion.token_ids for completion in group] for group in cut] == [
+        [completion.token_ids for completion in group] for group in whole
     ]
 
 
@@ -114,8 +119,8 @@ def test_each_request_has_its_own_temperature_length_and_end() -> None:
     engine.submit(
         [Request("greedy", PROMPTS[0], 4, 0.0), Request("long", PROMPTS[0], 9, 1.5, 3, ignore_eos=True)]
     )
-    found: dict[object, Completion] = {}
-    while len(found) < 2:
-        found.update(engine.step())
-    assert found["greedy"].token_ids == greedy.token_ids
-    assert len(found["long"].token_ids) == 9 and found["long"].finish_reason == "length"
+    completions: dict[object, Completion] = {}
+    while len(completions) < 2:
+        completions.update(engine.step())
+    assert completions["greedy"].token_ids == greedy.token_ids
+    assert len(completions["long"].token_ids) == 9 and completions["long"].finish_reason == "length"

@@ -37,8 +37,8 @@ def sampling(**changes: Any) -> Sampling:
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_greedy_equals_hugging_face_generate(family: str) -> None:
     model = make_model(family)
-    found = make_engine(model).generate(PROMPTS, Sampling(1, 16, 0.0))
-    for prompt, (completion,) in zip(PROMPTS, found, strict=True):
+    groups = make_engine(model).generate(PROMPTS, Sampling(1, 16, 0.0))
+    for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, pad_token_id=PAD
@@ -90,10 +90,10 @@ def test_later_tokens_follow_the_distribution_too() -> None:
 
 
 def test_equal_seeds_give_equal_responses_whatever_ran_before() -> None:
-    one, other = make_engine(), make_engine()
+    engine, other = make_engine(), make_engine()
     other.generate(PROMPTS, sampling(seeds=None))
     torch.rand(100)
-    assert one.generate(PROMPTS, sampling()) == other.generate(PROMPTS, sampling())
+    assert engine.generate(PROMPTS, sampling()) == other.generate(PROMPTS, sampling())
 
 
 def test_another_seed_gives_another_response_and_samples_differ() -> None:
@@ -194,8 +194,8 @@ def test_a_float32_head_rounds_nothing_after_the_last_hidden_state(family: str) 
     logits = hidden[0].double() @ output_head(published).weight.detach().double().T
     cap = model.config.to_dict().get("final_logit_softcapping")
     right, rounded = (
-        torch.log_softmax((one if cap is None else cap * torch.tanh(one / cap)).double(), -1)
-        for one in (logits, logits.bfloat16())
+        torch.log_softmax((values if cap is None else cap * torch.tanh(values / cap)).double(), -1)
+        for values in (logits, logits.bfloat16())
     )
     assert (right - rounded).abs().max() > 1e-3
     torch.testing.assert_close(

@@ -30,8 +30,8 @@ def splitmix64(state: int) -> int:
 
 def test_the_hash_is_splitmix64() -> None:
     states = [0, 1, 2**63 - 1, -(2**63), -1, 123456789123456789, INCREMENT]
-    found = [value % 2**64 for value in mixed(torch.tensor(states)).tolist()]
-    assert found == [splitmix64(state % 2**64) for state in states]
+    hashes = [value % 2**64 for value in mixed(torch.tensor(states)).tolist()]
+    assert hashes == [splitmix64(state % 2**64) for state in states]
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
@@ -63,11 +63,11 @@ def test_the_numbers_are_exponential() -> None:
 @pytest.mark.parametrize("seeds", [[3, 4], [3, None], [None, None]])
 def test_a_cpu_draws_with_torchs_generators(seeds: list[int | None]) -> None:
     torch.manual_seed(0)
-    found = Noise(seeds, torch.device("cpu")).draw(9)
+    drawn = Noise(seeds, torch.device("cpu")).draw(9)
     torch.manual_seed(0)
     generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in seeds]
     if seeds == [None, None]:
         expected = torch.empty(2, 9).exponential_()
     else:
-        expected = torch.stack([torch.empty(9).exponential_(generator=one) for one in generators])
-    assert torch.equal(found, expected)
+        expected = torch.stack([torch.empty(9).exponential_(generator=generator) for generator in generators])
+    assert torch.equal(drawn, expected)

@@ -119,7 +119,7 @@ def test_tokens_come_with_log_probabilities_ranks_and_the_name_of_the_weights() 
     assert status == 200 and choice["token_ids"] == [7, 8] and choice["finish_reason"] == "length"
     first, second = choice["logprobs"]["content"]
     assert (first["token_id"], first["logprob"], first["rank"]) == (7, -0.5, 2)
-    assert [(one["token_id"], one["rank"]) for one in first["top_logprobs"]] == [(7, 2), (9, 1)]
+    assert [(entry["token_id"], entry["rank"]) for entry in first["top_logprobs"]] == [(7, 2), (9, 1)]
     # vLLM's way to say that it is not a number, which JSON has no word for.
     assert (second["logprob"], second["rank"]) == (-9999.0, None)
     assert choice["weight_versions"] == [{"version": "a"}]

@@ -45,13 +45,13 @@ PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 
 @pytest.fixture(scope="module")
 def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
+    arguments = {name: value for name, value in ON_A_CPU.items() if name != "device"}
     # A step ends within a prompt.
     step = {"max_num_batched_tokens": 64}
     sizes: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 16, "dtype": torch.float32}
     launch = vllm_launch(
         str(tiny_model_dir),
-        vllm_arguments(on_cpu=True, engine_args=step, **given, **sizes)
+        vllm_arguments(on_cpu=True, engine_args=step, **arguments, **sizes)
         # vLLM fills its cache with zeros, and a GiB takes each rank a second.
         | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**26},
         on_cpu=True,
@@ -74,14 +74,14 @@ def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**15)
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(10)
-    wanted = ServerRequirements(torch.float32, None, 200)
-    engine = ServerEngine(connection, VLLM.api, requirements=wanted, folder=tmp_path, timeout_s=60)
+    requirements = ServerRequirements(torch.float32, None, 200)
+    engine = ServerEngine(connection, VLLM.api, requirements=requirements, folder=tmp_path, timeout_s=60)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     trained = copy.deepcopy(model)
     publisher = make_publisher(trained, engine, PROMPTS)
     publisher.verify_at_start(0)
     assert publisher.unreadable == [] and not engine._by_loader
-    ranks = [Checksums.from_json(found) for found in engine._call("grpo_checksums")]
+    ranks = [Checksums.from_json(answer) for answer in engine._call("grpo_checksums")]
     assert len(ranks) == 2
     halves = ranks[0].parts["model.layers.0.self_attn.o_proj.weight"]
     assert [part.columns for part, _ in halves] == [(0, 64)], "columns of the product are divided"
@@ -91,9 +91,9 @@ def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
             parameter.mul_(1.01)
     assert publisher.publish(1)["publish/logprob_diff_mean"] < 1e-4
     sampling = Sampling(2, 12, 0.7, seeds=[11, 22, 33])
-    found = engine.generate(PROMPTS, sampling)
+    groups = engine.generate(PROMPTS, sampling)
     reference = TransformersEngine(trained, [], 0)
-    for prompt, responses in zip(PROMPTS, found, strict=True):
+    for prompt, responses in zip(PROMPTS, groups, strict=True):
         for response in responses:
             tokens = torch.tensor([prompt + response.token_ids])
             scores = (reference.model(tokens).logits[0].float() / 0.7).log_softmax(-1)
@@ -103,12 +103,14 @@ def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
     # One rank loads a row less than the other.
     honest = ServerEngine._call
 
-    def call(self: ServerEngine, method: str, **given: Any) -> list[Any]:
+    def call(self: ServerEngine, method: str, **arguments: Any) -> list[Any]:
         if method == "grpo_load":
-            bucket = Bucket.from_json(given["bucket"])
-            entries = tuple(one for one in bucket.entries if one[0] != "model.layers.1.mlp.down_proj.weight")
-            given["bucket"] = Bucket(bucket.path, entries).to_json()
-        return honest(self, method, **given)
+            bucket = Bucket.from_json(arguments["bucket"])
+            entries = tuple(
+                entry for entry in bucket.entries if entry[0] != "model.layers.1.mlp.down_proj.weight"
+            )
+            arguments["bucket"] = Bucket(bucket.path, entries).to_json()
+        return honest(self, method, **arguments)
 
     monkeypatch.setattr(ServerEngine, "_call", call)
     with torch.no_grad():
@@ -125,8 +127,8 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
     """As with NCCL, with gloo in its place: weights, their proof, and a pass that is interrupted."""
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**15)
     connection = ServerConnection(process.address, process.key, 60)
-    wanted = ServerRequirements(torch.float32, None, 200)
-    engine = ServerEngine(connection, VLLM.api, requirements=wanted, folder=tmp_path, timeout_s=60)
+    requirements = ServerRequirements(torch.float32, None, 200)
+    engine = ServerEngine(connection, VLLM.api, requirements=requirements, folder=tmp_path, timeout_s=60)
     assert engine.gpus == ("", "")
     channel = Broadcaster(torch.device("cpu"), 30.0)
     carrier = StreamCarrier(tmp_path, channel)

@@ -85,9 +85,9 @@ def connect(
     model: dict[str, Any] | None = None,
 ) -> ServerEngine:
     connection = ServerConnection(server.address, key, timeout_s, server.kind.engine.api_key_variable)
-    wanted = replace(WANTED, model=model)
+    requirements = replace(WANTED, model=model)
     return ServerEngine(
-        connection, server.kind.api, requirements=wanted, folder=tmp_path, timeout_s=timeout_s
+        connection, server.kind.api, requirements=requirements, folder=tmp_path, timeout_s=timeout_s
     )
 
 
@@ -102,13 +102,13 @@ def test_responses_are_those_of_the_engine_behind_the_server(
     engine: ServerEngine, server: FakeServer, tiny_model_dir: Path
 ) -> None:
     sampling = Sampling(3, 12, 0.7, seeds=[11, 22, 33])
-    found = engine.generate(PROMPTS, sampling)
+    groups = engine.generate(PROMPTS, sampling)
     expected = make_engine(tiny_model_dir).generate(PROMPTS, sampling)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-        assert [one.finish_reason for one in ours] == [one.finish_reason for one in theirs]
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    for ours, theirs in zip(groups, expected, strict=True):
+        assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
+        assert [answer.finish_reason for answer in ours] == [answer.finish_reason for answer in theirs]
+        for answer, other in zip(ours, theirs, strict=True):
+            assert answer.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     assert engine.step() == [], "nothing runs any more"
 
 
@@ -116,27 +116,27 @@ def test_a_token_of_the_request_ends_a_response(engine: ServerEngine) -> None:
     ((whole,),) = engine.generate(PROMPTS[:1], Sampling(1, 12, 0.0, ignore_eos=True))
     last = whole.token_ids[4]
     engine.submit([Request("a", PROMPTS[0], 12, 0.0, stop_token_ids=(last,))])
-    found: dict[Hashable, Completion] = {}
-    while not found:
-        found.update(engine.step())
-    assert found["a"].token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
-    assert found["a"].finish_reason == "stop"
+    completions: dict[Hashable, Completion] = {}
+    while not completions:
+        completions.update(engine.step())
+    assert completions["a"].token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
+    assert completions["a"].finish_reason == "stop"
 
 
 def test_aborted_requests_return_what_they_have(engine: ServerEngine) -> None:
     engine.submit([Request(("a", n), PROMPTS[0], 400, 1.0, n, ignore_eos=True) for n in range(3)])
-    found = engine.abort_all()
-    assert set(found) == {("a", 0), ("a", 1), ("a", 2)}
-    assert {one.finish_reason for one in found.values()} == {"aborted"}
-    assert all(len(one.token_ids) == len(one.log_probs) < 400 for one in found.values())
+    completions = engine.abort_all()
+    assert set(completions) == {("a", 0), ("a", 1), ("a", 2)}
+    assert {answer.finish_reason for answer in completions.values()} == {"aborted"}
+    assert all(len(answer.token_ids) == len(answer.log_probs) < 400 for answer in completions.values())
     assert engine.abort_all() == {}
 
 
 def test_likeliest_tokens_are_those_of_the_engine(engine: ServerEngine, tiny_model_dir: Path) -> None:
-    found = engine.next_tokens(Probe(PROMPTS, 5))
+    likeliest = engine.next_tokens(Probe(PROMPTS, 5))
     expected = make_engine(tiny_model_dir).next_tokens(Probe(PROMPTS, 5))
-    assert torch.equal(found.token_ids, expected.token_ids)
-    torch.testing.assert_close(found.log_probs, expected.log_probs)
+    assert torch.equal(likeliest.token_ids, expected.token_ids)
+    torch.testing.assert_close(likeliest.log_probs, expected.log_probs)
 
 
 def test_weights_are_published_and_proved(
@@ -250,11 +250,11 @@ def test_a_full_server_is_not_taken_for_a_dead_one(
     server.places = 1
     steps = 0
     engine.submit([Request(n, PROMPTS[0], 150, 1.0, n, ignore_eos=True) for n in range(2)])
-    found: dict[Any, Any] = {}
-    while len(found) < 2:
-        found.update(engine.step())
+    completions: dict[Any, Any] = {}
+    while len(completions) < 2:
+        completions.update(engine.step())
         steps += 1
-    assert [len(found[n].token_ids) for n in range(2)] == [150, 150]
+    assert [len(completions[n].token_ids) for n in range(2)] == [150, 150]
     # It was asked for signs of life in between, and no step waited for one.
     assert server.requests.count(server.kind.api.sign_of_life.path) > 2 and steps > 5
     engine.close()
@@ -302,7 +302,7 @@ def test_a_connection_can_be_closed_while_others_use_it(server: FakeServer) -> N
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"),
+    ("requirements", "says"),
     [
         (
             ServerRequirements(torch.float32, torch.bfloat16, 100),
@@ -315,11 +315,11 @@ def test_a_connection_can_be_closed_while_others_use_it(server: FakeServer) -> N
     ],
 )
 def test_a_server_that_computes_otherwise_is_refused(
-    wanted: ServerRequirements, says: str, server: FakeServer, tmp_path: Path
+    requirements: ServerRequirements, says: str, server: FakeServer, tmp_path: Path
 ) -> None:
     connection = ServerConnection(server.address, "secret", 20.0)
     with pytest.raises(ConfigError, match=says):
-        ServerEngine(connection, server.kind.api, requirements=wanted, folder=tmp_path, timeout_s=20.0)
+        ServerEngine(connection, server.kind.api, requirements=requirements, folder=tmp_path, timeout_s=20.0)
     connection.close()
 
 
@@ -327,15 +327,15 @@ def another_model(model: Path, folder: Path, what: str) -> Path:
     """Write a model that differs from ``model`` in what ``what`` says."""
     if what == "weights":
         return build_tiny_model(folder, seed=1)
-    found = AutoModelForCausalLM.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
     for name, value in json.loads(what).items():
-        setattr(found.config, name, value)
+        setattr(loaded.config, name, value)
         if name == "eos_token_id":
-            found.generation_config.eos_token_id = value
-    made = AutoModelForCausalLM.from_config(found.config)
-    if found.config.hidden_size == 32:
-        made.load_state_dict(found.state_dict(), strict=False)
-    made.generation_config = found.generation_config
+            loaded.generation_config.eos_token_id = value
+    made = AutoModelForCausalLM.from_config(loaded.config)
+    if loaded.config.hidden_size == 32:
+        made.load_state_dict(loaded.state_dict(), strict=False)
+    made.generation_config = loaded.generation_config
     made.save_pretrained(folder)
     return folder
 
@@ -381,7 +381,9 @@ def test_a_server_with_weights_of_the_same_model_is_accepted(
     assert len(ours["tensors"]) >= 4 and ours["config"]["hidden_size"] == 32
     # An earlier run has trained for long, which does not count.
     first = connect(server, tmp_path, model=ours)
-    first.load_weights((name, 3 - one) for name, one in make_engine(tiny_model_dir).model.named_parameters())
+    first.load_weights(
+        (name, 3 - weight) for name, weight in make_engine(tiny_model_dir).model.named_parameters()
+    )
     first.close()
     connect(server, tmp_path, model=ours).close()
     # It was started with a checkpoint, as this project writes them.
@@ -405,8 +407,10 @@ def test_a_server_that_does_not_see_the_folder_is_refused(
 ) -> None:
     honest = ServerEngine._call
 
-    def elsewhere(self: ServerEngine, method: str, **given: Any) -> list[Any]:
-        return honest(self, method, **(given | {"file": "/nowhere"} if "file" in given else given))
+    def elsewhere(self: ServerEngine, method: str, **arguments: Any) -> list[Any]:
+        return honest(
+            self, method, **(arguments | {"file": "/nowhere"} if "file" in arguments else arguments)
+        )
 
     monkeypatch.setattr(ServerEngine, "_call", elsewhere)
     with pytest.raises(ConfigError, match=r"does not see files in .*; start it on this machine"):
@@ -510,12 +514,12 @@ def test_an_answer_that_is_no_response_ends_the_server(
 
 def weights_in_all_formats() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    weights = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for shape in ((3,), (5, 7), (2, 3, 4), (1, 1), (0, 4)):
-            found[f"{dtype} {shape}"] = torch.randn(shape, generator=generator).to(dtype)
-    found["turned"] = torch.randn(6, 4, generator=generator).T
-    return found
+            weights[f"{dtype} {shape}"] = torch.randn(shape, generator=generator).to(dtype)
+    weights["turned"] = torch.randn(6, 4, generator=generator).T
+    return weights
 
 
 @pytest.mark.parametrize("size", [1, 200, 2**20])
@@ -591,9 +595,9 @@ def test_a_server_reads_weights_from_regular_files_alone(
     refused: queue.SimpleQueue[OSError] = queue.SimpleQueue()
 
     def read() -> None:
-        with pytest.raises(OSError) as found:
+        with pytest.raises(OSError) as raised:
             list(BucketReader().read(bucket))
-        refused.put(found.value)
+        refused.put(raised.value)
 
     threading.Thread(target=read, daemon=True).start()
     assert refused.get(timeout=20).filename == str(path)
@@ -676,8 +680,8 @@ def test_a_path_of_a_socket_that_would_be_too_long_is_made_elsewhere(
 def test_where_sockets_lie(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = "/" + "u" * (length - 1)
     monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp")
-    found = socket_folder.socket_parent(58, usual)
-    assert found == Path(usual if length <= 49 else "/var/tmp")
+    folder = socket_folder.socket_parent(58, usual)
+    assert folder == Path(usual if length <= 49 else "/var/tmp")
     monkeypatch.setattr(os, "access", lambda path, mode: path == usual)
     if length > 49:
         with pytest.raises(ConfigError, match=rf"TMPDIR={usual}: .* 107 bytes.* set TMPDIR"):
@@ -781,8 +785,8 @@ def test_a_token_depends_on_the_seed_and_the_position_alone() -> None:
     whole = seeds.draw(log_probs, seed, position)
     assert whole.shape == (6, 1)
     for row in range(6):
-        one = slice(row, row + 1)
-        assert torch.equal(seeds.draw(log_probs[one], seed[one], position[one]), whole[one])
+        alone = slice(row, row + 1)
+        assert torch.equal(seeds.draw(log_probs[alone], seed[alone], position[alone]), whole[alone])
     numbers = seeds.noise_seeds(seed, position).tolist()
     assert len(set(numbers)) == 5 and numbers[4] == numbers[5]
     # Rounding of engines does not change what is drawn.
@@ -802,12 +806,12 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
 
 
 def test_a_batch_gets_the_seeds_of_its_requests() -> None:
-    asked = [
+    requests = [
         SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in (7, None, 2**47)
     ]
-    found = SimpleNamespace(sampling_seed=None)
-    seeds._give_seeds(found, object, SimpleNamespace(reqs=asked), 100)
-    assert found.sampling_seed is not None and found.sampling_seed.tolist() == [7, 0, 2**47]
+    batch = SimpleNamespace(sampling_seed=None)
+    seeds._give_seeds(batch, object, SimpleNamespace(reqs=requests), 100)
+    assert batch.sampling_seed is not None and batch.sampling_seed.tolist() == [7, 0, 2**47]
 
 
 # -- messages to SGLang
@@ -868,15 +872,15 @@ def test_fused_weights_are_compared_and_those_left_out_are_found() -> None:
 
 
 def test_arguments_become_flags() -> None:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_num_seqs": 64,
         "enforce_eager": True,
         "trust_remote_code": False,
         "dtype": "float32",
     }
-    given |= {"middleware": ["a", "b"], "nothing": None}
-    given |= {"hf_overrides": {"head_dtype": "float32"}, "gpu_memory_utilization": 0.5}
-    assert as_flags(given) == [
+    arguments |= {"middleware": ["a", "b"], "nothing": None}
+    arguments |= {"hf_overrides": {"head_dtype": "float32"}, "gpu_memory_utilization": 0.5}
+    assert as_flags(arguments) == [
         *("--max-num-seqs", "64", "--enforce-eager", "--no-trust-remote-code", "--dtype", "float32"),
         *("--middleware", "a", "b"),
         *("--hf-overrides", '{"head_dtype": "float32"}', "--gpu-memory-utilization", "0.5"),
@@ -903,7 +907,7 @@ def test_a_server_has_the_arguments_of_an_engine_in_the_trainer_s_process() -> N
 
 
 @pytest.mark.parametrize(
-    ("responses", "given", "tokens", "at_a_time"),
+    ("responses", "batched_tokens", "tokens", "at_a_time"),
     [
         # vLLM's own default, which is never less, may be more.
         (2048, None, None, 2048),
@@ -914,11 +918,11 @@ def test_a_server_has_the_arguments_of_an_engine_in_the_trainer_s_process() -> N
     ],
 )
 def test_a_step_of_an_engine_has_tokens_for_all_responses_of_it(
-    responses: int, given: int | None, tokens: int | None, at_a_time: int
+    responses: int, batched_tokens: int | None, tokens: int | None, at_a_time: int
 ) -> None:
-    found = vllm_arguments(
+    arguments = vllm_arguments(
         on_cpu=True, dtype=torch.bfloat16, max_model_len=100, max_num_seqs=responses, seed=3,
         gpu_memory_utilization=0.3, kv_cache_gib=2,
-        engine_args={} if given is None else {"max_num_batched_tokens": given},
+        engine_args={} if batched_tokens is None else {"max_num_batched_tokens": batched_tokens},
     )  # fmt: skip
-    assert found.get("max_num_batched_tokens") == tokens and found["max_num_seqs"] == at_a_time
+    assert arguments.get("max_num_batched_tokens") == tokens and arguments["max_num_seqs"] == at_a_time

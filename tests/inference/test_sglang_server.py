@@ -102,18 +102,20 @@ def test_log_probabilities_are_those_of_the_model_at_the_sampling_temperature(
     temperature: float, engine: ServerEngine, model: Any
 ) -> None:
     engine.load_weights(model.named_parameters())
-    found = engine.generate(PROMPTS, Sampling(4, 40, temperature, seeds=[11, 22, 33]))
+    groups = engine.generate(PROMPTS, Sampling(4, 40, temperature, seeds=[11, 22, 33]))
     worst = 0.0
-    for prompt, group in zip(PROMPTS, found, strict=True):
-        for one in group:
-            expected = log_probs_of(model, prompt, one.token_ids, temperature or 1.0)
-            worst = max(worst, float((torch.tensor(one.log_probs) - expected).abs().max()))
-            assert one.finish_reason == ("stop" if one.token_ids[-1] == 2 else "length")
-            assert 2 not in one.token_ids[:-1] and len(one.token_ids) <= 40
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            expected = log_probs_of(model, prompt, completion.token_ids, temperature or 1.0)
+            worst = max(worst, float((torch.tensor(completion.log_probs) - expected).abs().max()))
+            assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 2 else "length")
+            assert 2 not in completion.token_ids[:-1] and len(completion.token_ids) <= 40
             if temperature == 0:
                 with torch.no_grad():
-                    logits = model(torch.tensor([prompt + one.token_ids])).logits[0, len(prompt) - 1 : -1]
-                assert one.token_ids == logits.argmax(-1).tolist()
+                    logits = model(torch.tensor([prompt + completion.token_ids])).logits[
+                        0, len(prompt) - 1 : -1
+                    ]
+                assert completion.token_ids == logits.argmax(-1).tolist()
     print(f"largest difference at temperature {temperature}: {worst:.1e}")
     assert worst < 1e-4
 
@@ -122,19 +124,19 @@ def test_a_seed_decides_the_tokens_whatever_else_is_generated(engine: ServerEngi
     (alone,) = engine.generate(PROMPTS[:1], Sampling(2, 30, 1.0, seeds=[5]))
     among, *_ = engine.generate(PROMPTS, Sampling(2, 30, 1.0, seeds=[5, 6, 7]))
     (other,) = engine.generate(PROMPTS[:1], Sampling(2, 30, 1.0, seeds=[50]))
-    assert [one.token_ids for one in alone] == [one.token_ids for one in among]
+    assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in among]
     assert alone[0].token_ids != alone[1].token_ids != other[0].token_ids
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely(engine: ServerEngine, model: Any) -> None:
     engine.load_weights(model.named_parameters())
     count = 1000
-    found = engine.generate(PROMPTS[:1], Sampling(count, 1, 1.0, seeds=[12345]))[0]
+    completions = engine.generate(PROMPTS[:1], Sampling(count, 1, 1.0, seeds=[12345]))[0]
     with torch.no_grad():
         chance = torch.softmax(model(torch.tensor([PROMPTS[0]])).logits[0, -1].double(), -1)
     drawn = torch.zeros_like(chance)
-    for one in found:
-        drawn[one.token_ids[0]] += 1
+    for completion in completions:
+        drawn[completion.token_ids[0]] += 1
     expected = chance * count
     common = expected > 5
     squares = ((drawn - expected) ** 2 / expected)[common].sum()
@@ -175,33 +177,34 @@ def test_requests_go_on_after_an_update(engine: ServerEngine, model: Any) -> Non
     engine.submit([Request(n, PROMPTS[0], 300, 1.0, 7 + n, ignore_eos=True) for n in range(2)])
     engine.step()
     begun = engine.abort_all()
-    assert {one.finish_reason for one in begun.values()} == {"aborted"}
+    assert {completion.finish_reason for completion in begun.values()} == {"aborted"}
     for number in range(2):
-        one = begun[number]
-        assert 0 < len(one.log_probs) == len(one.token_ids) < 300
-        assert one.token_ids == whole[number].token_ids[: len(one.token_ids)]
+        completion = begun[number]
+        assert 0 < len(completion.log_probs) == len(completion.token_ids) < 300
+        assert completion.token_ids == whole[number].token_ids[: len(completion.token_ids)]
     engine.load_weights(model.named_parameters())
     engine.reset_cache()
     (again,) = engine.generate(PROMPTS[:1], Sampling(2, 300, 1.0, [7], ignore_eos=True))
-    assert [one.token_ids for one in again] == [one.token_ids for one in whole]
+    assert [completion.token_ids for completion in again] == [completion.token_ids for completion in whole]
 
 
 def test_each_token_has_noise_of_its_own(engine: ServerEngine, model: Any) -> None:
     engine.load_weights(model.named_parameters())
     count, seed = 60, 7
-    ((one,),) = engine.generate(PROMPTS[:1], Sampling(1, count, 1.0, [seed], ignore_eos=True))
+    ((completion,),) = engine.generate(PROMPTS[:1], Sampling(1, count, 1.0, [seed], ignore_eos=True))
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPTS[0] + one.token_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+        logits = model(torch.tensor([PROMPTS[0] + completion.token_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
     same = torch.full((count,), seed)
     last = torch.arange(len(PROMPTS[0]) - 1, len(PROMPTS[0]) - 1 + count)
-    found = {
+    by_shift = {
         shift: draw(logits.log_softmax(-1), same, last + shift).flatten().tolist() for shift in (-1, 0, 1)
     }
     agree = {
-        shift: [a == b for a, b in zip(tokens, one.token_ids, strict=True)] for shift, tokens in found.items()
+        shift: [a == b for a, b in zip(tokens, completion.token_ids, strict=True)]
+        for shift, tokens in by_shift.items()
     }
     print({shift: (sum(flags), flags[:3]) for shift, flags in agree.items()})
-    assert found[0] == one.token_ids
+    assert by_shift[0] == completion.token_ids
 
 
 def test_requests_of_others_are_frozen_and_name_both_weights(
@@ -287,7 +290,7 @@ def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProce
     async def ask_all() -> dict[str, int]:
         async with connection._session.get("http://server/openapi.json") as answer:
             routes = (await answer.json())["paths"]
-        found = {}
+        statuses = {}
         unix = aiohttp.UnixConnector(process.address.removeprefix("unix:"))
         async with aiohttp.ClientSession(
             connector=unix, headers={"Authorization": "Bearer guess"}
@@ -295,24 +298,26 @@ def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProce
             for path, methods in routes.items():
                 for method in [*methods, "options"]:
                     async with stranger.request(method, f"http://server{path}", json={}) as answer:
-                        found[f"{method} {path}"] = answer.status
+                        statuses[f"{method} {path}"] = answer.status
             for path in ("/metrics", "/openapi.json", "/docs", "/health", "/ready", "/health_generate"):
                 async with stranger.get(f"http://server{path}") as answer:
-                    found[path] = answer.status
-        return found
+                    statuses[path] = answer.status
+        return statuses
 
-    found = connection._run(ask_all())
-    assert {"post /generate", "post /update_weights_from_tensor", "get /health"} <= found.keys()
-    assert len(found) > 80
+    statuses = connection._run(ask_all())
+    assert {"post /generate", "post /update_weights_from_tensor", "get /health"} <= statuses.keys()
+    assert len(statuses) > 80
     # Whether it is up, which has no content.
-    assert (found.pop("get /health"), found.pop("/health")) == (200, 200)
-    assert set(found.values()) == {401}, {route: status for route, status in found.items() if status != 401}
+    assert (statuses.pop("get /health"), statuses.pop("/health")) == (200, 200)
+    assert set(statuses.values()) == {401}, {
+        route: status for route, status in statuses.items() if status != 401
+    }
 
 
 def test_no_key_is_on_the_command_line(process: ServerProcess) -> None:
     first = psutil.Process(process._process.pid)
-    for one in [first, *first.children(recursive=True)]:
-        assert not any(process.key in word for word in one.cmdline())
+    for child in [first, *first.children(recursive=True)]:
+        assert not any(process.key in word for word in child.cmdline())
 
 
 def test_a_killed_server_is_lost_and_leaves_nothing_behind(process: ServerProcess, tmp_path: Path) -> None:

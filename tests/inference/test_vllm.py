@@ -115,18 +115,18 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(
 ) -> None:
     sampling = Sampling(num_samples=4, max_new_tokens=12, temperature=0.7, seeds=[11, 22, 33])
     completions = engine.generate(prompts, sampling)
-    flat = [one for group in completions for one in group]
+    flat = [completion for group in completions for completion in group]
     prompt, prompt_mask = pad_left(prompts, 2)
-    response, mask = pad_right([one.token_ids for one in flat], 2, torch.int64)
-    engine_log_probs, _ = pad_right([one.log_probs for one in flat], 0.0, torch.float32)
+    response, mask = pad_right([completion.token_ids for completion in flat], 2, torch.int64)
+    engine_log_probs, _ = pad_right([completion.log_probs for completion in flat], 0.0, torch.float32)
     shape = (len(prompts), 4, -1)
     with torch.no_grad():
         scores = TokenScorer(trained.model, 0.7)(prompt, prompt_mask, response.view(shape), mask.view(shape))
     gap = (scores.log_probs - engine_log_probs.view(shape)).abs()
     assert gap.max() < (2e-3 if engine.dtype is torch.float32 else 1.0)
     assert gap[mask.view(shape)].mean() < (1e-4 if engine.dtype is torch.float32 else 0.1)
-    assert len({tuple(one.token_ids) for one in completions[0]}) > 1, "siblings must differ"
-    assert all(one.finish_reason in ("stop", "length") for one in flat)
+    assert len({tuple(completion.token_ids) for completion in completions[0]}) > 1, "siblings must differ"
+    assert all(completion.finish_reason in ("stop", "length") for completion in flat)
     engine.reset_cache()
     assert engine.generate(prompts, sampling) == completions, "equal seeds must give equal responses"
 
@@ -135,11 +135,11 @@ def test_a_token_of_the_request_ends_a_response(engine: VLLMEngine, prompts: lis
     ((whole,),) = engine.generate(prompts[:1], Sampling(1, 8, 0.0, ignore_eos=True))
     last = whole.token_ids[3]
     engine.submit([Request("a", prompts[0], 8, 0.0, stop_token_ids=(last,))])
-    found: dict[Hashable, Completion] = {}
-    while not found:
-        found.update(engine.step())
-    assert found["a"].token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
-    assert found["a"].finish_reason == "stop"
+    completions: dict[Hashable, Completion] = {}
+    while not completions:
+        completions.update(engine.step())
+    assert completions["a"].token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
+    assert completions["a"].finish_reason == "stop"
 
 
 @in_float32
@@ -148,17 +148,17 @@ def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     calls = record(engine, monkeypatch)
-    given = problems(EPISODES // 4)
-    for one in given:
-        one.messages.insert(0, {"role": "system", "content": "Reply with one word."})
-    prompts = [render(tokenizer, one)[1] for one in given]
-    seeds = [10 * number for number in range(len(given))]
+    examples = problems(EPISODES // 4)
+    for example in examples:
+        example.messages.insert(0, {"role": "system", "content": "Reply with one word."})
+    prompts = [render(tokenizer, example)[1] for example in examples]
+    seeds = [10 * number for number in range(len(examples))]
     episodes = talking(engine, tokenizer, max_turns=4, max_episodes=16)
-    found = episodes.generate(prompts, Sampling(4, 96, 1.0, seeds=seeds, problems=given))
-    assert check_tokens(prompts, found, calls) > EPISODES, "episodes of one turn test nothing"
+    groups = episodes.generate(prompts, Sampling(4, 96, 1.0, seeds=seeds, problems=examples))
+    assert check_tokens(prompts, groups, calls) > EPISODES, "episodes of one turn test nothing"
     round_ = build_batch(
-        prompts, found, torch.zeros(len(given), 4, 1), torch.zeros(len(given), 4, 0),
-        torch.zeros(len(given), 4, dtype=torch.int64), 0, 2,
+        prompts, groups, torch.zeros(len(examples), 4, 1), torch.zeros(len(examples), 4, 0),
+        torch.zeros(len(examples), 4, dtype=torch.int64), 0, 2,
     )  # fmt: skip
     batch = collate(round_.unbind(0))
     tokens, masks = batch["tokens"], batch["masks"]
@@ -275,12 +275,12 @@ def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
     nudge(trained.model, 1e-9)
     listed: list[PreTrainedModel] = []
 
-    def sabotaged(asked: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-        listed.append(asked)
+    def sabotaged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        listed.append(model)
         if kind == "stale":
             yield from honest(old)
         else:
-            yield from ((name, tensor) for name, tensor in honest(asked) if "layers.7.mlp.up" not in name)
+            yield from ((name, tensor) for name, tensor in honest(model) if "layers.7.mlp.up" not in name)
 
     with monkeypatch.context() as patch:
         patch.setattr(publish, "named_weights", sabotaged)
@@ -321,9 +321,9 @@ def test_a_prompt_that_is_computed_in_several_steps_gets_the_tokens_of_its_seed(
     seeds = [11, 22, 33, 44]
     together = engine.generate(prompts, Sampling(1, 26, 1.0, seeds))
     assert max(preempted) > 4, "it is computed again in more than one step"
-    for prompt, seed, found in zip(prompts, seeds, together, strict=True):
+    for prompt, seed, group in zip(prompts, seeds, together, strict=True):
         engine.reset_cache()
-        assert engine.generate([prompt], Sampling(1, 26, 1.0, [seed]))[0][0].token_ids == found[0].token_ids
+        assert engine.generate([prompt], Sampling(1, 26, 1.0, [seed]))[0][0].token_ids == group[0].token_ids
     engine.close()
 
 
@@ -348,5 +348,5 @@ def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -
         engine.close()
         del engine
         gc.collect()
-        assert not [one for one in alive if one() is not None]
+        assert not [reference for reference in alive if reference() is not None]
         assert len(convert_frame._bytecode_hooks) == hooks

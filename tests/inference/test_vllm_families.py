@@ -130,9 +130,9 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         swapped = [case for case in cases if case[1] == PARTS[3]]
         # GPT-2's matrices are published turned: columns of what is packed change places, and answers tell.
         # Of the other families, each has a quarter of the matrices.
-        found = swapped[:1] if "gpt2" in family else swapped[list(FAMILIES).index(family) % 4 :: 4]
+        detected = swapped[:1] if "gpt2" in family else swapped[list(FAMILIES).index(family) % 4 :: 4]
         assert_a_new_engine_is_found(
-            model, engine, [*of_each_kind(cases), *found], by_rows="gpt2" not in family
+            model, engine, [*of_each_kind(cases), *detected], by_rows="gpt2" not in family
         )
         publisher = make_publisher(model, engine, PROMPTS, engine.dtype)
         assert_each_is_found(publisher, publisher.publish, plant, of_each_kind(cases))
@@ -161,7 +161,7 @@ def assert_others_compute_alike(model: PreTrainedModel) -> None:
     later = type(model)(model.config).eval()
     later.load_state_dict(model.state_dict())
     with torch.no_grad():
-        before, after = (one(torch.tensor(PROMPTS)).logits for one in (model, later))
+        before, after = (network(torch.tensor(PROMPTS)).logits for network in (model, later))
     torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
@@ -176,7 +176,7 @@ def check_head(engine: VLLMEngine, weight: Tensor) -> None:
     states = torch.cat(hidden)
     assert states.dtype is torch.bfloat16 and len(states) == len(PROMPTS)
     logits = states.double() @ weight.double().T
-    right, rounded = (torch.log_softmax(one.double(), -1) for one in (logits, logits.bfloat16()))
+    right, rounded = (torch.log_softmax(values.double(), -1) for values in (logits, logits.bfloat16()))
     assert (right - rounded).abs().max() > 1e-2
     torch.testing.assert_close(
         result.log_probs.double(), right.gather(1, result.token_ids), rtol=0, atol=1e-3

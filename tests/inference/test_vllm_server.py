@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 64, "dtype": torc
 
 @pytest.fixture(scope="module")
 def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
+    arguments = {name: value for name, value in ON_A_CPU.items() if name != "device"}
     # Files of the user must not take the place of modules of Python.
     here = tmp_path_factory.mktemp("here")
     for name in ("math", "queue", "random", "statistics", "tokenize", "fractions", "torchvision"):
@@ -60,7 +60,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             str(tiny_model_dir),
             # vLLM fills its cache with zeros, which takes a second for a GiB. Of the prompts, a step computes
             # one and a part of the next.
-            vllm_arguments(on_cpu=True, **given, **SIZES)
+            vllm_arguments(on_cpu=True, **arguments, **SIZES)
             | {"kv_cache_memory_bytes": 2**26, "max_num_batched_tokens": 64},
             on_cpu=True,
         ),
@@ -98,9 +98,9 @@ def test_a_server_generates_what_an_engine_in_the_process_does(
     for ours, theirs in zip(
         engine.generate(PROMPTS, sampling), inside.generate(PROMPTS, sampling), strict=True
     ):
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        for completion, other in zip(ours, theirs, strict=True):
+            assert completion.token_ids == other.token_ids and completion.finish_reason == other.finish_reason
+            assert completion.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     inside.close()
     # And so do whole runs, also after a publication.
     config.train.total_dialog_turns, config.eval.num_problems = 32, 0
@@ -137,20 +137,22 @@ def test_weights_are_published_and_proved_and_their_loss_is_found(
 def test_requests_go_on_after_an_update(engine: ServerEngine, model: Any) -> None:
     engine.load_weights(model.named_parameters())
     whole = {
-        key: one
-        for key, one in zip("ab", engine.generate(PROMPTS[:1], Sampling(2, 90, 1.0, [7]))[0], strict=True)
+        key: completion
+        for key, completion in zip(
+            "ab", engine.generate(PROMPTS[:1], Sampling(2, 90, 1.0, [7]))[0], strict=True
+        )
     }
     engine.submit([Request(key, PROMPTS[0], 90, 1.0, 7 + n) for n, key in enumerate("ab")])
     engine.step()
     begun = engine.abort_all()
-    assert {one.finish_reason for one in begun.values()} <= {"aborted", "stop", "length"}
-    for key, one in begun.items():
-        assert one.token_ids == whole[str(key)].token_ids[: len(one.token_ids)]
-        assert len(one.log_probs) == len(one.token_ids)
+    assert {completion.finish_reason for completion in begun.values()} <= {"aborted", "stop", "length"}
+    for key, completion in begun.items():
+        assert completion.token_ids == whole[str(key)].token_ids[: len(completion.token_ids)]
+        assert len(completion.log_probs) == len(completion.token_ids)
     engine.load_weights(model.named_parameters())
     engine.reset_cache()
     (again,) = engine.generate(PROMPTS[:1], Sampling(2, 90, 1.0, [7]))
-    assert [one.token_ids for one in again] == [whole[key].token_ids for key in "ab"]
+    assert [completion.token_ids for completion in again] == [whole[key].token_ids for key in "ab"]
 
 
 def test_an_update_that_a_killed_trainer_left_half_done_is_made_good(
@@ -180,7 +182,7 @@ def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProce
     async def ask_all() -> dict[str, int]:
         async with connection._session.get("http://server/openapi.json") as answer:
             routes = (await answer.json())["paths"]
-        found = {}
+        statuses = {}
         unix = aiohttp.UnixConnector(process.address.removeprefix("unix:"))
         async with aiohttp.ClientSession(
             connector=unix, headers={"Authorization": "Bearer guess"}
@@ -188,25 +190,27 @@ def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProce
             for path, methods in routes.items():
                 for method in methods:
                     async with stranger.request(method, f"http://server{path}", json={}) as answer:
-                        found[f"{method} {path}"] = answer.status
+                        statuses[f"{method} {path}"] = answer.status
             for path in ("/metrics", "/openapi.json", "/docs"):
                 async with stranger.get(f"http://server{path}") as answer:
-                    found[path] = answer.status
+                    statuses[path] = answer.status
             async with stranger.get("http://server/health") as answer:
                 assert await answer.read() == b""
-        return found
+        return statuses
 
-    found = connection._run(ask_all())
+    statuses = connection._run(ask_all())
     assert {
         "post /pause",
         "post /collective_rpc",
         "post /inference/v1/generate",
         "get /health",
-    } <= found.keys()
-    assert len(found) > 20
+    } <= statuses.keys()
+    assert len(statuses) > 20
     # Whether it is up, which has no content.
-    assert found.pop("get /health") == 200
-    assert set(found.values()) == {401}, {route: status for route, status in found.items() if status != 401}
+    assert statuses.pop("get /health") == 200
+    assert set(statuses.values()) == {401}, {
+        route: status for route, status in statuses.items() if status != 401
+    }
 
 
 def test_a_server_with_another_model_is_refused_and_serves_its_own(
@@ -214,8 +218,8 @@ def test_a_server_with_another_model_is_refused_and_serves_its_own(
 ) -> None:
     def connect(model: Path) -> ServerEngine:
         connection = ServerConnection(process.address, process.key, 60)
-        wanted = replace(WANTED, model=describe(str(model)))
-        return ServerEngine(connection, VLLM.api, requirements=wanted, folder=tmp_path, timeout_s=60)
+        requirements = replace(WANTED, model=describe(str(model)))
+        return ServerEngine(connection, VLLM.api, requirements=requirements, folder=tmp_path, timeout_s=60)
 
     with pytest.raises(ConfigError, match=r"another model, .*tiny, than this run .*: all sizes are equal"):
         connect(build_tiny_model(tmp_path / "other", seed=1))
@@ -229,7 +233,7 @@ def test_a_killed_server_is_lost_and_leaves_nothing_behind(
     family = [first, *first.children(recursive=True)]
     assert len(family) >= 2
     # A process for the model alone would look for work on a core of its own.
-    assert not [one for one in family if "VLLM::Worker" in " ".join(one.cmdline())]
+    assert not [member for member in family if "VLLM::Worker" in " ".join(member.cmdline())]
     assert not shared_memory.segments_of(process._process.pid)
     # Many, so that some still run when it is killed.
     engine.submit([Request(n, PROMPTS[0], 150, 1.0, n, ignore_eos=True) for n in range(256)])

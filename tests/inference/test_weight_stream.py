@@ -34,7 +34,7 @@ class Reads(threading.Thread):
     def __init__(self, reader: StreamReader, ends_after: int | None = None) -> None:
         super().__init__(daemon=True)
         self.reader, self.ends_after = reader, ends_after
-        self.found: dict[str, torch.Tensor] = {}
+        self.received: dict[str, torch.Tensor] = {}
         self.error: BaseException | None = None
         self.start()
 
@@ -48,15 +48,15 @@ class Reads(threading.Thread):
                 buckets.close()
                 self.reader.mark_done()
                 return
-            self.found = dict(whole_tensors(one for one in buckets if isinstance(one, Bucket)))
+            self.received = dict(whole_tensors(bucket for bucket in buckets if isinstance(bucket, Bucket)))
         except TransferEnded as error:
             self.error = error
 
 
 def has_all(read: Reads) -> bool:
     read.join(20)
-    assert list(read.found) == list(WEIGHTS)
-    return all(torch.equal(read.found[name], tensor) for name, tensor in WEIGHTS.items())
+    assert list(read.received) == list(WEIGHTS)
+    return all(torch.equal(read.received[name], tensor) for name, tensor in WEIGHTS.items())
 
 
 def test_servers_get_all_weights_in_one_pass_and_later_ones_get_them_again(
@@ -134,13 +134,13 @@ def test_a_file_stays_while_the_next_one_is_taken(stream: WeightStream) -> None:
 
     def read() -> None:
         taken: list[Bucket] = []
-        for one in buckets:
-            if one is None:
+        for bucket in buckets:
+            if bucket is None:
                 assert len(taken) == 1
                 load(taken)
             else:
-                assert isinstance(one, Bucket)
-                taken.append(one)
+                assert isinstance(bucket, Bucket)
+                taken.append(bucket)
                 if len(taken) == 2:
                     load(taken)
         assert not taken

@@ -47,10 +47,10 @@ def inputs(T: int, S: int, dtype: torch.dtype, rows: int = 3, E: int = 4) -> tup
     return [query, key, value], seen
 
 
-def gradients(out: Tensor, wanted: list[Tensor]) -> list[Tensor]:
+def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     """Of a sum with weights that differ everywhere."""
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    return list(torch.autograd.grad((out.double() * weights).sum(), wanted))
+    return list(torch.autograd.grad((out.double() * weights).sum(), inputs))
 
 
 @pytest.mark.usefixtures("float64")
@@ -63,10 +63,10 @@ def test_results_and_gradients_are_those_of_a_loop(
     tensors, seen = inputs(T, S, torch.float64)
     ours, theirs = ([x.detach().requires_grad_(True) for x in tensors] for _ in range(2))
     mask = None if causal else additive(seen[:, None], torch.float64)
-    found = attention.attend(*ours, mask, scaling, block_elements)
+    attended = attention.attend(*ours, mask, scaling, block_elements)
     expected = by_hand(*theirs, seen, 1 / math.sqrt(D) if scaling is None else scaling)
-    torch.testing.assert_close(found, expected, **EXACT)
-    for mine, right in zip(gradients(found, ours), gradients(expected, theirs), strict=True):
+    torch.testing.assert_close(attended, expected, **EXACT)
+    for mine, right in zip(gradients(attended, ours), gradients(expected, theirs), strict=True):
         torch.testing.assert_close(mine, right, **EXACT)
 
 
@@ -75,10 +75,10 @@ def test_a_mask_without_rows_is_for_all_of_them() -> None:
     tensors, _ = inputs(6, 6, torch.float64)
     window = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 2
     summand = additive(window, torch.float64)
-    found = attention.attend(*tensors, summand)
-    torch.testing.assert_close(found, attention.attend(*tensors, summand.expand(3, 1, 6, 6)), **EXACT)
+    attended = attention.attend(*tensors, summand)
+    torch.testing.assert_close(attended, attention.attend(*tensors, summand.expand(3, 1, 6, 6)), **EXACT)
     expected = by_hand(*tensors, window.expand(3, 6, 6), 1 / math.sqrt(D))
-    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(attended, expected, **EXACT)
 
 
 @pytest.mark.parametrize("case", ["plain", "alike", "much alike", "peaked", "sink"])
@@ -104,10 +104,10 @@ def test_in_bfloat16_it_errs_no_more_than_the_library(case: str) -> None:
         F.scaled_dot_product_attention(*theirs, attn_mask=mask, enable_gqa=True),
         by_hand(*exact, seen, D**-0.5),
     )
-    found, library, right = (
-        [out, *gradients(out, wanted)] for out, wanted in zip(outs, (ours, theirs, exact), strict=True)
+    measured, library, right = (
+        [out, *gradients(out, inputs)] for out, inputs in zip(outs, (ours, theirs, exact), strict=True)
     )
-    for mine, its, true in zip(found, library, right, strict=True):
+    for mine, its, true in zip(measured, library, right, strict=True):
         error, bound = ((x.double() - true).norm() / true.norm() for x in (mine, its))
         # The library's kernel is another one on each processor. Ours is off by up to 1.53 times as much, for
         # the gradient of queries, which is rounded before and after a product with centered values; by 0.03
@@ -136,11 +136,11 @@ def test_a_summand_hides_what_a_mask_hides(keys: int) -> None:
     (query, key, value), seen = inputs(5, keys, torch.float64, E=D)
     summand = additive(seen[:, None], torch.float64)
     assert summand.shape == (3, 1, 5, keys) and all(stride % 8 == 0 for stride in summand.stride()[:-1])
-    found, expected = (
+    attended, expected = (
         F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
         for mask in (summand, seen[:, None])
     )
-    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(attended, expected, **EXACT)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
@@ -169,8 +169,8 @@ def test_on_a_gpu_layers_share_masks_in_the_computed_format(
 
 def test_float64_is_float64_throughout() -> None:
     tensors, seen = inputs(3, 5, torch.float64, rows=2, E=2)
-    wanted, mask = [x.requires_grad_(True) for x in tensors], additive(seen[:, None], torch.float64)
-    assert torch.autograd.gradcheck(lambda *x: attention.attend(*x, mask), wanted)
+    leaves, mask = [x.requires_grad_(True) for x in tensors], additive(seen[:, None], torch.float64)
+    assert torch.autograd.gradcheck(lambda *x: attention.attend(*x, mask), leaves)
     expected = by_hand(*tensors, seen, D**-0.5)
     torch.testing.assert_close(attention.attend(*tensors, mask), expected, rtol=1e-13, atol=1e-14)
 
@@ -179,17 +179,17 @@ def test_keys_that_nobody_sees_change_no_result() -> None:
     tensors, seen = inputs(5, 9, torch.bfloat16)
     more = [tensors[0], *(torch.cat([x, 100 * x[:, :, :3]], 2) for x in tensors[1:])]
     hides = torch.cat([seen, torch.zeros(3, 5, 3, dtype=torch.bool)], -1)
-    found, without = (
+    attended, without = (
         attention.attend(*x, additive(mask[:, None], torch.float32))
         for x, mask in ((more, hides), (tensors, seen))
     )
     exact = by_hand(*(x.double() for x in tensors), seen, D**-0.5)
-    assert_rounds_alike({"out": found}, {"out": without}, {"out": exact})
+    assert_rounds_alike({"out": attended}, {"out": without}, {"out": exact})
 
 
 def test_what_is_kept_for_the_backward_pass_is_what_came_in_and_a_number_per_query() -> None:
     tensors, seen = inputs(8, 64, torch.float32, E=D)
-    wanted = [x.requires_grad_(True) for x in tensors]
+    leaves = [x.requires_grad_(True) for x in tensors]
     mask = additive(seen[:, None], torch.float32)
     kept: list[Tensor] = []
 
@@ -198,9 +198,9 @@ def test_what_is_kept_for_the_backward_pass_is_what_came_in_and_a_number_per_que
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        attention.attend(*wanted, mask)
+        attention.attend(*leaves, mask)
     # The mask too: one for all layers.
-    assert [x.data_ptr() for x in kept[:-1]] == [x.data_ptr() for x in (*wanted, mask)]
+    assert [x.data_ptr() for x in kept[:-1]] == [x.data_ptr() for x in (*leaves, mask)]
     assert kept[-1].shape == tensors[0].shape[:-1]
 
 
@@ -211,9 +211,9 @@ def test_it_is_taken_on_a_cpu_in_bfloat16_where_scores_fit_in_the_cache() -> Non
     assert not attention.is_faster(query[:, :, :0], key, torch.bfloat16), "nothing to attend"
     shared = HEADS // KEY_HEADS
     for S, fits in ((2**18 // (64 * shared), True), (2**18 // (64 * shared) + 1, False)):
-        many = query.new_empty(1, 1, 1, D).expand(1, HEADS, 64, D)
+        queries = query.new_empty(1, 1, 1, D).expand(1, HEADS, 64, D)
         assert (
-            attention.is_faster(many, key.new_empty(1, 1, 1, D).expand(1, KEY_HEADS, S, D), torch.bfloat16)
+            attention.is_faster(queries, key.new_empty(1, 1, 1, D).expand(1, KEY_HEADS, S, D), torch.bfloat16)
             == fits
         )
 

@@ -31,10 +31,10 @@ def numbers(model: nn.Module, scorer: TokenScorer, seed: int) -> dict[str, Tenso
     """Log-probabilities and gradients on a batch whose sizes depend on the seed."""
     batch = make_batch(P=2 + seed, G=3, L=9 + seed, T=7 + 2 * seed, seed=seed)
     model.zero_grad()
-    found = scorer(*(batch[key] for key in KEYS)).log_probs
-    (found * batch["masks", "response"]).sum().backward()
+    log_probs = scorer(*(batch[key] for key in KEYS)).log_probs
+    (log_probs * batch["masks", "response"]).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"log-probabilities": found.detach(), **gradients}
+    return {"log-probabilities": log_probs.detach(), **gradients}
 
 
 def exact_numbers(family: str, seed: int) -> dict[str, Tensor]:
@@ -83,9 +83,9 @@ def test_what_the_compiler_writes_has_the_same_numbers_and_works_under_mixed_pre
         assert "LlamaForCausalLM is not compiled" in str(refusal)
         assert all(torch.equal(after, plain[name]) for name, after in numbers(model, mixed, 1).items())
         return
-    found = numbers(model, mixed, 1)
-    assert found["log-probabilities"].dtype == torch.float32
-    assert_rounds_alike(found, plain, exact_numbers("llama", 1))
+    measured = numbers(model, mixed, 1)
+    assert measured["log-probabilities"].dtype == torch.float32
+    assert_rounds_alike(measured, plain, exact_numbers("llama", 1))
 
 
 def test_a_compiler_that_fails_is_said_and_not_used() -> None:
@@ -95,8 +95,8 @@ def test_a_compiler_that_fails_is_said_and_not_used() -> None:
     model = make_model()
     scorer = TokenScorer(model)
     expected = numbers(model, scorer, 0)
-    said = r"train_model\.compile=true: LlamaForCausalLM is not compiled .*no compiler"
-    with compiler_backend(broken), pytest.warns(UserWarning, match=said):
+    pattern = r"train_model\.compile=true: LlamaForCausalLM is not compiled .*no compiler"
+    with compiler_backend(broken), pytest.warns(UserWarning, match=pattern):
         compile_layers(model, scorer)
-    found = numbers(model, scorer, 0)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    measured = numbers(model, scorer, 0)
+    assert all(torch.equal(measured[name], tensor) for name, tensor in expected.items())

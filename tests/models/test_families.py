@@ -40,14 +40,14 @@ def ragged() -> tuple[list[list[int]], list[list[list[int]]]]:
 def one_by_one(model: PreTrainedModel, slopes: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Log-probabilities, entropies and gradients, one sequence at a time through the model's own forward."""
     model = copy.deepcopy(model)
-    found, entropies = [], []
+    chosen, entropies = [], []
     prompts, responses = ragged()
     for prompt, response in ((p, r) for p, row in zip(prompts, responses, strict=True) for r in row if r):
         logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
         log_probs = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-        found.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0])
+        chosen.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0])
         entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-    scores, entropy = torch.cat(found), torch.cat(entropies)
+    scores, entropy = torch.cat(chosen), torch.cat(entropies)
     (scores * slopes + 0.3 * entropy).sum().backward()
     return scores.detach(), entropy.detach(), dict(gradients(model))
 
@@ -80,10 +80,10 @@ def test_log_probabilities_and_gradients_are_exact_or_the_model_is_refused(
     )
     scorer = TokenScorer(model, TEMPERATURE, None, shared, block_elements=1000, entropy_gradient=True)
     scores = scorer(prompt, prompt_mask, response, mask)
-    found, its_entropy = scores.log_probs[mask], scores.entropy[mask]
-    (found * slopes + 0.3 * its_entropy).sum().backward()
-    found, its_entropy = found.detach(), its_entropy.detach()
-    torch.testing.assert_close(found, expected, **EXACT)
+    log_probs, its_entropy = scores.log_probs[mask], scores.entropy[mask]
+    (log_probs * slopes + 0.3 * its_entropy).sum().backward()
+    log_probs, its_entropy = log_probs.detach(), its_entropy.detach()
+    torch.testing.assert_close(log_probs, expected, **EXACT)
     torch.testing.assert_close(its_entropy, entropy, **EXACT)
     # By size, over all parameters; one that no token reaches has none.
     nothing, ours = torch.zeros(()), dict(gradients(model))

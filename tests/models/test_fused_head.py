@@ -37,7 +37,7 @@ def test_it_computes_what_blocks_compute_with_gradients(
     hidden, weight = torch.randn(700, 24, generator=g), torch.randn(301, 24, generator=g)
     targets, slopes = torch.randint(0, 301, (700,), generator=g), torch.randn(2, 700, generator=g)
     options = HeadOptions(temperature, None, torch.float64, entropy_gradient, scale)
-    found = []
+    results = []
     for score in (
         lambda h, w: score_tokens(h, targets, w, None, options, 5000),
         lambda h, w: fused_head.score_tokens(h, targets, w, options),
@@ -47,8 +47,8 @@ def test_it_computes_what_blocks_compute_with_gradients(
         assert log_probs.dtype == entropy.dtype == torch.float32
         assert entropy.requires_grad == entropy_gradient
         (slopes[0] * log_probs + slopes[1] * entropy).sum().backward()
-        found.append([log_probs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)])
-    for blocks, fused in zip(*found, strict=True):
+        results.append([log_probs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)])
+    for blocks, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, blocks, **EXACT)
 
 
@@ -82,9 +82,9 @@ def test_it_is_taken_where_it_was_made_for(
 
 def numbers(scorer: TokenScorer) -> list[Tensor]:
     batch = make_batch()
-    found = scorer(*(batch[key] for key in KEYS))
-    found.log_probs.square().sum().backward()
-    return [*(value.detach() for value in found), *(p.grad for p in scorer.parameters())]
+    scores = scorer(*(batch[key] for key in KEYS))
+    scores.log_probs.square().sum().backward()
+    return [*(value.detach() for value in scores), *(p.grad for p in scorer.parameters())]
 
 
 @pytest.mark.usefixtures("float64")
@@ -189,22 +189,22 @@ def test_a_gradient_that_is_no_number_is_not_taken_for_a_small_gap(monkeypatch: 
     assert not scorer.fused_head
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 def test_policy_and_reference_round_alike(
-    asked: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    fused: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_head, "supports", lambda *_: True)
     cfg = Config()
     cfg.model.name, cfg.ref_model.dtype = str(tiny_model_dir), Dtype("float32")
-    cfg.train_model.fused_head = asked
+    cfg.train_model.fused_head = fused
     reference = load_reference(cfg, str(tiny_model_dir), torch.device("cpu"), None, True)
-    assert reference.fused_head is asked
+    assert reference.fused_head is fused
     batch = make_batch()
     # With gradients to compare in its own trial, which the frozen reference has not.
     policy = TokenScorer(copy.deepcopy(reference.model).requires_grad_(True), cfg.inference_model.temperature)
-    if asked:
+    if fused:
         policy.fuse_head()
-    assert policy.fused_head is asked
+    assert policy.fused_head is fused
     both = [scorer(*(batch[key] for key in KEYS)).log_probs for scorer in (policy, reference)]
     assert torch.equal(*both)
 

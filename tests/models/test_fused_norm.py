@@ -40,8 +40,8 @@ def test_fused_norms_give_the_same_numbers_with_fewer_kernels(family: str, norms
     plain, none, kernels = numbers(False, family)
     fused, count, fewer = numbers(True, family)
     assert (none, count) == (0, norms)
-    for one, other in zip(plain, fused, strict=True):
-        torch.testing.assert_close(other, one, **EXACT)
+    for tensor, other in zip(plain, fused, strict=True):
+        torch.testing.assert_close(other, tensor, **EXACT)
     assert kernels - fewer >= 10 * norms
 
 

@@ -59,10 +59,10 @@ def test_blocks_equal_full_logits_with_gradients(
     inputs = problem(9, 6, 23, bias=bias)
     options = HeadOptions(temperature, softcap, torch.float64, entropy_gradient, scale)
     values, gradients = with_gradients(lambda *args: full(*args, options), inputs, entropy_gradient)
-    found, slopes = with_gradients(
+    outputs, slopes = with_gradients(
         lambda *args: score_tokens(*args, options, block), inputs, entropy_gradient
     )
-    for ours, theirs in zip([*found, *slopes], [*values, *gradients], strict=True):
+    for ours, theirs in zip([*outputs, *slopes], [*values, *gradients], strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
 
 
@@ -113,9 +113,9 @@ def test_any_shape_and_block(n: int, vocab: int, block: int, seed: int) -> None:
     options = HeadOptions(dtype=torch.float64)
     with float64():
         inputs = problem(n, 5, vocab, seed=seed)
-        found, expected = score_tokens(*inputs, options, block), full(*inputs, options)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **EXACT)
+        outputs, expected = score_tokens(*inputs, options, block), full(*inputs, options)
+    for output, other in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, other, **EXACT)
 
 
 @pytest.mark.usefixtures("float64")
@@ -202,15 +202,15 @@ def test_a_float32_head_rounds_nothing_of_states_and_weights_in_bfloat16() -> No
     errors = []
     for dtype in (torch.float32, torch.bfloat16):
         options = HeadOptions(dtype=dtype)
-        found, slopes = with_gradients(lambda *args, o=options: score_tokens(*args, o, 700), inputs, False)
+        outputs, slopes = with_gradients(lambda *args, o=options: score_tokens(*args, o, 700), inputs, False)
         errors.append(
             [
                 float((mine - right).norm() / right.norm())
-                for mine, right in zip([found[0], *slopes], [values[0], *gradients], strict=True)
+                for mine, right in zip([outputs[0], *slopes], [values[0], *gradients], strict=True)
             ]
         )
-    for one, rounded in zip(*errors, strict=True):
-        assert 1e-3 < rounded < 0.1 and one < rounded / 100
+    for error, rounded in zip(*errors, strict=True):
+        assert 1e-3 < rounded < 0.1 and error < rounded / 100
 
 
 @pytest.mark.parametrize(
@@ -236,15 +236,15 @@ def test_a_gpu_does_not_round_products_of_16_bits(options: HeadOptions, bias: bo
         slopes[1] = 0
 
     def run(device: str, score: Any, dtype: torch.dtype) -> list[Tensor]:
-        given = [x for x in (hidden, weight, offset) if x is not None]
-        leaves = [x.clone().to(device, dtype).requires_grad_() for x in given]
+        tensors = [x for x in (hidden, weight, offset) if x is not None]
+        leaves = [x.clone().to(device, dtype).requires_grad_() for x in tensors]
         log_probs, entropy = score(leaves[0], leaves[1], leaves[2] if bias else None)
         loss = (slopes[0].to(device) * log_probs).sum()
         if options.entropy_gradient:
             loss = loss + (slopes[1].to(device) * entropy).sum()
         loss.backward()
-        found = [log_probs.detach(), *(x.grad for x in leaves if x.grad is not None)]
-        return [value.cpu().double() for value in found]
+        results = [log_probs.detach(), *(x.grad for x in leaves if x.grad is not None)]
+        return [value.cpu().double() for value in results]
 
     def exact(h: Tensor, w: Tensor, b: Tensor | None) -> Any:
         return full(h, targets, w, b, options)
@@ -254,11 +254,11 @@ def test_a_gpu_does_not_round_products_of_16_bits(options: HeadOptions, bias: bo
 
     expected, on_cpu = run("cpu", exact, torch.float64), run("cpu", blocks, torch.float32)
     with PretendedCuda() as machine:
-        found = run("cuda", blocks, torch.float32)
+        on_gpu = run("cuda", blocks, torch.float32)
         assert not [where for where in machine.syncs if " head.py" in where], machine.syncs
-    assert (found[0] - expected[0]).abs().max() < 2e-4 < 1e-2 < (on_cpu[0] - expected[0]).abs().max()
-    for one, other, exactly in zip(found[1:], on_cpu[1:], expected[1:], strict=True):
-        error, rounded = ((x - exactly).norm() / exactly.norm() for x in (one, other))
+    assert (on_gpu[0] - expected[0]).abs().max() < 2e-4 < 1e-2 < (on_cpu[0] - expected[0]).abs().max()
+    for value, other, exactly in zip(on_gpu[1:], on_cpu[1:], expected[1:], strict=True):
+        error, rounded = ((x - exactly).norm() / exactly.norm() for x in (value, other))
         assert error < 4e-3 and error < rounded
 
 

@@ -73,8 +73,8 @@ def test_the_best_model_is_uploaded_if_it_is_kept(
         cfg.train.keep_best = keeps
         hub_upload.upload(cfg, checkpoints, 4, best_step)
         assert hub.files["config.json"] == str(step).encode()
-        said = f"Uploaded {checkpoints}/{step}/model, the model of {which}, to {hub.endpoint}/org/name\n"
-        assert said in capsys.readouterr().out
+        line = f"Uploaded {checkpoints}/{step}/model, the model of {which}, to {hub.endpoint}/org/name\n"
+        assert line in capsys.readouterr().out
 
 
 def test_no_repository_is_made_for_a_model_that_is_not_there(

@@ -49,9 +49,9 @@ def scored(model: PreTrainedModel, batch: Any, **options: Any) -> tuple[TokenSco
     return scores, gradients(model)
 
 
-def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], **EXACT, msg=name)
+def assert_same_gradients(first: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name in first:
+        torch.testing.assert_close(first[name], other[name], **EXACT, msg=name)
 
 
 @pytest.mark.usefixtures("float64")
@@ -138,8 +138,8 @@ def test_shared_prefix_under_autocast_agrees_to_bfloat16(family: str) -> None:
     model, batch = make_model(family), make_batch(P=3, G=3)
     options = {"autocast_dtype": torch.bfloat16}
     exact, plain, shared = (
-        {"log-probabilities": scores.log_probs.detach(), **found}
-        for scores, found in (
+        {"log-probabilities": scores.log_probs.detach(), **slopes}
+        for scores, slopes in (
             scored(model, batch, shares_prefix=False),
             scored(model, batch, shares_prefix=False, **options),
             scored(model, batch, **options),
@@ -169,12 +169,12 @@ def test_lengths_far_apart_are_attended_in_rectangles_half_full(family: str) -> 
     prompts = torch.tensor([3, 30, 1, 4, 29])
     batch["masks", "prompt"] = torch.arange(30) >= 30 - prompts[:, None]
     layout = PrefixLayout(*inputs(batch), torch.device("cpu"))
-    runs = [run.responses for one in layout.classes for run in one.runs]
-    rectangles = [*runs, *(one.prompts for one in layout.classes)]
+    runs = [run.responses for length_class in layout.classes for run in length_class.runs]
+    rectangles = [*runs, *(length_class.prompts for length_class in layout.classes)]
     assert len(layout.classes) == 3 and len(runs) > 4
-    assert all(2 * one.total >= one.rows * one.width for one in rectangles)
+    assert all(2 * rectangle.total >= rectangle.rows * rectangle.width for rectangle in rectangles)
     # Keys of a response are its class's prompt and its own: none stands beside a prompt of another length.
-    assert [one.prompts.width for one in layout.classes] == [30, 4, 1]
+    assert [length_class.prompts.width for length_class in layout.classes] == [30, 4, 1]
     assert sum(run.total for run in runs) == int((lengths - 1).sum())
     assert layout.ids.shape[1] == int((lengths - 1).sum() + prompts.sum())
     plain, plain_gradients = scored(model, batch, shares_prefix=False)
@@ -197,11 +197,11 @@ def test_a_response_without_tokens_changes_nothing_for_the_others() -> None:
     model, batch = make_model(), make_batch(P=3, G=3)
     expected, _ = by_hand(model, batch)
     batch["masks", "response"][1, 1] = False
-    scores, found = scored(model, batch)
+    scores, slopes = scored(model, batch)
     assert not scores.log_probs[1, 1].any()
     expected[1, 1] = 0
     torch.testing.assert_close(scores.log_probs, expected, **EXACT)
-    assert all(g.isfinite().all() for g in found.values())
+    assert all(g.isfinite().all() for g in slopes.values())
 
 
 @pytest.mark.usefixtures("float64")
@@ -209,9 +209,9 @@ def test_a_response_without_tokens_changes_nothing_for_the_others() -> None:
 def test_more_padding_changes_nothing(shared: bool) -> None:
     model, batch = make_model(), make_batch(P=3, G=2)
     narrow, narrow_gradients = [], []
-    for one in (batch, widen(batch, 5, 4)):
+    for padded in (batch, widen(batch, 5, 4)):
         model.zero_grad()
-        scores = TokenScorer(model, shares_prefix=shared)(*inputs(one))
+        scores = TokenScorer(model, shares_prefix=shared)(*inputs(padded))
         weight = torch.linspace(-1, 1, 6)
         (scores.log_probs[..., :6] * weight).sum().backward()
         narrow.append(scores)
@@ -271,7 +271,7 @@ def test_a_model_that_cannot_share_falls_back_with_one_warning(reason: str) -> N
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
     with pytest.warns(UserWarning, match=f"once per response .*{reason}") as caught:
         scorer = TokenScorer(model)
-    assert len([one for one in caught if "once per response" in str(one.message)]) == 1
+    assert len([warning for warning in caught if "once per response" in str(warning.message)]) == 1
     assert not scorer.shares_prefix
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -365,10 +365,10 @@ def test_logits_that_a_model_scales(kind: str, shared: bool) -> None:
     model.zero_grad()
     scorer = TokenScorer(model, 0.7, shares_prefix=shared)
     assert scorer.shares_prefix == shared
-    found = scorer(*inputs(batch))
-    (found.log_probs * weight).sum().backward()
-    torch.testing.assert_close(found.log_probs, expected, **EXACT)
-    torch.testing.assert_close(found.entropy, entropy.detach(), **EXACT)
+    scores = scorer(*inputs(batch))
+    (scores.log_probs * weight).sum().backward()
+    torch.testing.assert_close(scores.log_probs, expected, **EXACT)
+    torch.testing.assert_close(scores.entropy, entropy.detach(), **EXACT)
     assert_same_gradients(gradients(model), right)
     ids = batch["tokens", "prompt"][:, -1:]
     own = torch.log_softmax(model(input_ids=ids).logits[:, -1], -1)
@@ -438,15 +438,15 @@ def test_the_head_is_computed_for_the_tokens_that_are_asked_for_only(
         return compute(hidden, targets)
 
     monkeypatch.setattr(scorer, "_score", counted)
-    found = scorer(*inputs(batch), chosen)
-    (found.log_probs * weight).sum().backward()
+    scores = scorer(*inputs(batch), chosen)
+    (scores.log_probs * weight).sum().backward()
     assert counts == [int(chosen.sum())]
-    torch.testing.assert_close(found.log_probs, whole.log_probs * chosen, **EXACT)
-    torch.testing.assert_close(found.entropy, whole.entropy * chosen, **EXACT)
+    torch.testing.assert_close(scores.log_probs, whole.log_probs * chosen, **EXACT)
+    torch.testing.assert_close(scores.entropy, whole.entropy * chosen, **EXACT)
     assert_same_gradients(gradients(model), right)
     # Nothing to score: ranks still need a backward pass through every layer.
     model.zero_grad()
     nothing = scorer(*inputs(batch), torch.zeros_like(mask))
     nothing.log_probs.sum().backward()
-    assert counts[-1] == 0 and all(one.grad is not None for one in model.parameters())
-    assert not any(one.any() for one in gradients(model).values())
+    assert counts[-1] == 0 and all(parameter.grad is not None for parameter in model.parameters())
+    assert not any(gradient.any() for gradient in gradients(model).values())

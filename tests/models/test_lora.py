@@ -31,10 +31,10 @@ def test_the_policy_begins_as_the_base_and_only_float32_adapters_train(family: s
     base, model, batch = make_model(family), adapted(family, moved=0), make_batch(P=2, G=2)
     assert type(model) is type(base) and type(model.base_model) is type(base.base_model)
     with torch.no_grad():
-        expected, found = (
+        expected, actual = (
             TokenScorer(m, shares_prefix=False)(*inputs(batch)).log_probs for m in (base, model)
         )
-    assert torch.equal(expected, found)
+    assert torch.equal(expected, actual)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if lora.is_adapter(name)}
     layers = lora.adapted_layers(model)
@@ -102,16 +102,16 @@ def test_scores_and_gradients_are_those_of_the_merged_model(family: str, checkpo
     expected = TokenScorer(whole, shares_prefix=False)(*inputs(batch)).log_probs
     torch.testing.assert_close(scores, expected, **EXACT)
     (expected * weight).sum().backward()
-    found, wanted = gradients(model), gradients(whole)
+    grads, whole_grads = gradients(model), gradients(whole)
     layers = lora.adapted_layers(model)
     assert len(layers) >= 8
     # By the chain rule from the gradient D of W + s B A: s D A^T for B, s B^T D for A.
     for name, layer in layers.items():
-        D = wanted[f"{name}.weight"]
+        D = whole_grads[f"{name}.weight"]
         D = D.T if family == "gpt2" else D
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         for part, by_hand in (("B", 3.0 * D @ a.T), ("A", 3.0 * b.T @ D)):
-            gradient = found[f"{name}.lora_{part}.default.weight"]
+            gradient = grads[f"{name}.lora_{part}.default.weight"]
             torch.testing.assert_close(gradient, by_hand.detach(), **EXACT, msg=f"{name} {part}")
     assert all(p.grad is None for name, p in model.named_parameters() if not lora.is_adapter(name))
 
@@ -191,8 +191,8 @@ def test_without_its_adapters_the_model_is_its_base(family: str, shared: bool) -
     with torch.no_grad():
         with_adapters = TokenScorer(model, 0.7, shares_prefix=shared)(*inputs(batch)).log_probs
         expected = base(*inputs(batch)).log_probs
-    found = off.inv(batch.clone())["log_probs", "reference"]
-    torch.testing.assert_close(found, expected, **EXACT)
+    log_probs = off.inv(batch.clone())["log_probs", "reference"]
+    torch.testing.assert_close(log_probs, expected, **EXACT)
     assert float((with_adapters - expected).abs().max()) > 0.1
     with torch.no_grad():
         again = TokenScorer(model, 0.7, shares_prefix=shared)(*inputs(batch)).log_probs

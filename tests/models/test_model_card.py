@@ -103,8 +103,8 @@ def test_the_license_is_that_of_the_base_models_own_card(
     cfg.model.name = str(base_folder(tmp_path / "base", card))
     data, text = write(tmp_path / "model", cfg)
     assert (data.get("license"), data.get("base_model")) == (license, base)
-    said = "its card was not at hand" if license is None else "by its own card"
-    assert said in text and ("own." in text) == (license == "other")
+    phrase = "its card was not at hand" if license is None else "by its own card"
+    assert phrase in text and ("own." in text) == (license == "other")
 
 
 @pytest.mark.parametrize(

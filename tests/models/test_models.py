@@ -119,8 +119,8 @@ def test_the_tokenizers_own_template_and_pad_token_are_kept(tiny_model_dir: Path
 def test_a_template_may_be_given_as_text_or_as_a_file(tiny_model_dir: Path, tmp_path: Path) -> None:
     text = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
     (tmp_path / "chat.jinja").write_text(text)
-    for given in (text, str(tmp_path / "chat.jinja")):
-        tokenizer = loading.load_tokenizer(str(tiny_model_dir), ModelConfig(chat_template=given))
+    for template in (text, str(tmp_path / "chat.jinja")):
+        tokenizer = loading.load_tokenizer(str(tiny_model_dir), ModelConfig(chat_template=template))
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "[Hi]"
     with pytest.raises(ModelError, match=r"model.chat_template=none.jinja: there is no such file"):
         loading.load_tokenizer(str(tiny_model_dir), ModelConfig(chat_template="none.jinja"))
@@ -314,12 +314,12 @@ def test_attention_is_what_was_asked_for_or_the_fallback_is_said() -> None:
     expected = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
     prepare_for_training(model, TrainModelConfig(shared_prefix=False, attn_implementation=Attention("eager")))
     assert model.config._attn_implementation == "eager"
-    found = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
-    torch.testing.assert_close(found, expected, **EXACT)
+    log_probs = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
+    torch.testing.assert_close(log_probs, expected, **EXACT)
     with pytest.warns(UserWarning, match=r"=flash_attention_2 cannot be used \(.*\); eager is used instead"):
         prepare_for_training(model, TrainModelConfig(attn_implementation=Attention("flash_attention_2")))
     torch.testing.assert_close(
-        TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs, found, atol=0, rtol=0
+        TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs, log_probs, atol=0, rtol=0
     )
     bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.warns(UserWarning, match="this model cannot change its attention"):
@@ -346,15 +346,15 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def converter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """Stands in for the real conversion; returns the list of folders it was given."""
-    given: list[Path] = []
+    folders: list[Path] = []
 
     def convert(gguf: Path, folder: Path) -> None:
-        given.append(folder)
+        folders.append(folder)
         (folder / "config.json").write_text(str(gguf))
 
     monkeypatch.setattr(smollm2, "_find_gguf", lambda: tmp_path / "model.gguf")
     monkeypatch.setattr(smollm2, "_convert", convert)
-    return given
+    return folders
 
 
 def test_smollm2_is_converted_once(converter: list[Path], tmp_path: Path) -> None:

@@ -125,10 +125,10 @@ def test_weight_verification_covers_a_quantized_base(folder: Path, monkeypatch: 
     monkeypatch.setattr(
         lora,
         "merged_weight",
-        lambda one: (
-            full[f"{left_out}.weight"].detach() + one.get_delta_weight("default")
-            if one is layer
-            else honest(one)
+        lambda module: (
+            full[f"{left_out}.weight"].detach() + module.get_delta_weight("default")
+            if module is layer
+            else honest(module)
         ),
     )
     with pytest.raises(TrainingStopped, match="not equal to the base matrix plus its adapter"):

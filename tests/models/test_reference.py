@@ -47,17 +47,17 @@ def test_matrices_held_in_16_bits_give_the_same_numbers(dtype: torch.dtype, tied
     model.requires_grad_(False).eval()
     ids, answers = torch.randint(3, 96, (2, 9)), torch.randint(3, 96, (2, 3, 5))
     batch = (ids, torch.ones_like(ids).bool(), answers, torch.ones_like(answers).bool())
-    found = [TokenScorer(model, 0.7, dtype)(*batch).log_probs]
+    scored = [TokenScorer(model, 0.7, dtype)(*batch).log_probs]
     hold_as_computed(model, dtype)
     held = {parameter.dtype for parameter in model.parameters()}
     assert held == {dtype, torch.float32}
     assert model.get_output_embeddings().weight.dtype == torch.float32
-    found.append(TokenScorer(model, 0.7, dtype)(*batch).log_probs)
-    assert torch.equal(*found)
+    scored.append(TokenScorer(model, 0.7, dtype)(*batch).log_probs)
+    assert torch.equal(*scored)
 
 
 @pytest.mark.parametrize(
-    ("asked", "mix", "formats"),
+    ("dtype", "mix", "formats"),
     [
         ("auto", 1.0, {torch.bfloat16, torch.float32}),
         # Most steps of a slow average would round to nothing.
@@ -66,10 +66,10 @@ def test_matrices_held_in_16_bits_give_the_same_numbers(dtype: torch.dtype, tied
         ("bfloat16", 1.0, {torch.bfloat16}),
     ],
 )
-def test_formats_of_the_reference(asked: str, mix: float, formats: set[torch.dtype], tmp_path: Path) -> None:
+def test_formats_of_the_reference(dtype: str, mix: float, formats: set[torch.dtype], tmp_path: Path) -> None:
     cfg = Config()
     cfg.model.name = str(build_tiny_model(tmp_path / "model"))
-    cfg.ref_model.dtype, cfg.ref_model.refresh_mix = Dtype(asked), mix
+    cfg.ref_model.dtype, cfg.ref_model.refresh_mix = Dtype(dtype), mix
     scorer = load_reference(cfg, cfg.model.name, torch.device("cpu"), torch.bfloat16, True)
     assert {parameter.dtype for parameter in scorer.model.parameters()} == formats
 

@@ -49,8 +49,8 @@ def with_generation_config(model: Path, folder: Path, content: Any) -> Path:
     return folder
 
 
-def settings(found: GenerationConfig) -> dict[str, Any]:
-    return {name: value for name, value in found.to_dict().items() if name != "transformers_version"}
+def settings(config: GenerationConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
 
 
 @pytest.mark.parametrize("case", GENERATION_CONFIGS)
@@ -85,8 +85,8 @@ def test_a_run_ends_with_a_model_whose_generation_config_is_refused_by_transform
     config.model.name = str(with_generation_config(tiny_model_dir, tmp_path / "model", content))
     config.eval.num_problems, config.train.total_dialog_turns = 0, 16
     train("run")
-    found = GenerationConfig.from_pretrained(tmp_path / "run/checkpoints/1/model")
-    assert (found.do_sample, found.temperature, found.top_p) == (False, 0.6, 0.9)
+    loaded = GenerationConfig.from_pretrained(tmp_path / "run/checkpoints/1/model")
+    assert (loaded.do_sample, loaded.temperature, loaded.top_p) == (False, 0.6, 0.9)
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_saved_is_refused_before_the_engine_starts(
         return tokenizer
 
     monkeypatch.setattr(loading, "load_tokenizer", load_tokenizer)
-    monkeypatch.setattr(build, "build_engine", lambda *given, **named: pytest.fail("the engine was started"))
+    monkeypatch.setattr(build, "build_engine", lambda *args, **named: pytest.fail("the engine was started"))
     with pytest.raises(
         ModelError, match=r"could not be saved, because of a file of this model .*set.*; correct"
     ):

@@ -87,20 +87,20 @@ def test_in_16_bits_rounding_is_no_difference() -> None:
     assert shares_prefix(model)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("requested", [True, False])
 @pytest.mark.filterwarnings("ignore:.*prompts are run once per response")
-def test_a_model_whose_numbers_padding_changes_is_refused(wanted: bool) -> None:
+def test_a_model_whose_numbers_padding_changes_is_refused(requested: bool) -> None:
     windows = {"lru_width": 32, "attention_window_size": 7}
     model = build("recurrent_gemma", **_PLAIN, **windows)
     prepare_for_training(model, TrainModelConfig())
     with pytest.raises(ModelError, match=r"RecurrentGemmaForCausalLM: padding changes .*; choose another mo"):
-        shares_prefix(model, wanted)
+        shares_prefix(model, requested)
     # It chooses among more keys than a sequence may have.
     model = build("deepseek_v32", **_DEEPSEEK, index_topk=64)
     prepare_for_training(model, TrainModelConfig())
     with pytest.raises(ModelError, match=r"padding changes .*; write inference_model.max_model_len=64 or "):
-        shares_prefix(model, wanted, longest=65)
-    assert not shares_prefix(model, wanted, longest=64)
+        shares_prefix(model, requested, longest=65)
+    assert not shares_prefix(model, requested, longest=64)
 
 
 def state(model: PreTrainedModel) -> list[Any]:
@@ -109,12 +109,12 @@ def state(model: PreTrainedModel) -> list[Any]:
     return [tensors, modes, copy.deepcopy(model.config.to_dict()), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_trial_leaves_everything_as_it_was(wanted: bool) -> None:
+@pytest.mark.parametrize("requested", [True, False])
+def test_the_trial_leaves_everything_as_it_was(requested: bool) -> None:
     model = make_model("mistral_sliding", sliding_window=100)
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=True))
     before = state(model)
-    assert shares_prefix(model, wanted) == wanted
+    assert shares_prefix(model, requested) == requested
     after = state(model)
     assert all(map(torch.equal, before[0], after[0])) and before[1:3] == after[1:3]
     assert torch.equal(before[3], after[3])
@@ -136,10 +136,10 @@ def test_a_model_in_16_bits_computes_in_more(family: str, dtype: torch.dtype) ->
     with torch.no_grad():
         expected = copy.deepcopy(model).double()(input_ids=ids).logits
         with Upcast(dtype):
-            found = model(input_ids=ids).logits
+            logits = model(input_ids=ids).logits
         rough = model(input_ids=ids).logits
-    assert found.dtype == dtype and rough.dtype == torch.bfloat16
-    assert float((found - expected).abs().max()) < 1e-4 < 1e-2 < float((rough - expected).abs().max())
+    assert logits.dtype == dtype and rough.dtype == torch.bfloat16
+    assert float((logits - expected).abs().max()) < 1e-4 < 1e-2 < float((rough - expected).abs().max())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
@@ -226,10 +226,12 @@ def test_a_kernel_for_16_bits_is_tried_under_autocast(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         prepare_for_training(model, cfg)
-    said = [str(one.message) for one in caught if name in str(one.message)]
+    messages = [str(warning.message) for warning in caught if name in str(warning.message)]
     assert model.config._attn_implementation == (name if reason is None else "sdpa")
-    assert len(said) == (0 if reason is None else 1)
-    assert reason is None or re.search(f"{name} cannot be used .{reason}.*; sdpa is used instead", said[0])
+    assert len(messages) == (0 if reason is None else 1)
+    assert reason is None or re.search(
+        f"{name} cannot be used .{reason}.*; sdpa is used instead", messages[0]
+    )
     # And the trials before training run without it.
     assert not shares_prefix(model, requested=False)
     assert model.config._attn_implementation == (name if reason is None else "sdpa")

@@ -52,8 +52,8 @@ def scored(
 
 def assert_equal(model: PreTrainedModel, batch: TensorDict) -> None:
     expected, right = scored(model, batch, use_varlen=False)
-    found, ours = scored(model, batch, use_varlen=True)
-    torch.testing.assert_close(found, expected, **EXACT)
+    log_probs, ours = scored(model, batch, use_varlen=True)
+    torch.testing.assert_close(log_probs, expected, **EXACT)
     for name, gradient in right.items():
         torch.testing.assert_close(ours[name], gradient, **EXACT, msg=name)
 
@@ -97,8 +97,8 @@ def test_a_group_of_one_prompt_token() -> None:
 def test_under_autocast_it_errs_as_masks_do(family: str) -> None:
     model, batch = make_model(family), make_batch(G=6)
     exact, plain, ours = (
-        {"log-probabilities": log_probs, **found}
-        for log_probs, found in (
+        {"log-probabilities": log_probs, **slopes}
+        for log_probs, slopes in (
             scored(model, batch, use_varlen=False),
             scored(model, batch, use_varlen=False, autocast=torch.bfloat16),
             scored(model, batch, use_varlen=True, autocast=torch.bfloat16),
@@ -112,8 +112,8 @@ def test_with_gradient_checkpointing() -> None:
     model, batch = make_model("gemma3"), make_batch()
     expected, right = scored(model, batch, use_varlen=True)
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=True))
-    found, ours = scored(model, batch, use_varlen=True)
-    torch.testing.assert_close(found, expected, **EXACT)
+    log_probs, ours = scored(model, batch, use_varlen=True)
+    torch.testing.assert_close(log_probs, expected, **EXACT)
     for name, gradient in right.items():
         torch.testing.assert_close(ours[name], gradient, **EXACT, msg=name)
 
@@ -190,10 +190,10 @@ def test_elsewhere_auto_uses_masks_and_says_nothing(
 
 
 def test_a_model_without_shared_prompts_is_refused_if_it_is_asked_for() -> None:
-    with pytest.warns(UserWarning, match="attn_logit_softcapping") as said:
+    with pytest.warns(UserWarning, match="attn_logit_softcapping") as warned:
         scorer = TokenScorer(make_model("gemma2"))
         choose_attention(scorer, PrefixAttention.auto)
-    assert len(said) == 1 and not scorer.varlen
+    assert len(warned) == 1 and not scorer.varlen
     with pytest.raises(ModelError, match="prompts are run once per response"):
         choose_attention(scorer, PrefixAttention.varlen)
 
@@ -217,10 +217,10 @@ def test_a_kernel_with_wrong_numbers_is_not_used(fault: str, monkeypatch: pytest
                 kwargs["window_size_left"] = -1
             if fault == "scale" and kwargs["scale"] is not None:
                 kwargs["scale"] = None
-            found = list(kernel(*args, **kwargs))
+            results = list(kernel(*args, **kwargs))
             if (fault, at) in (("results", 0), ("gradients", 1)):
-                found[at] = 1.05 * found[at]
-            return tuple(found)
+                results[at] = 1.05 * results[at]
+            return tuple(results)
 
         return run
 

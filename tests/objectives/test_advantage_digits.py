@@ -59,11 +59,11 @@ def test_advantages_near_large_rewards(name: str, offset: float) -> None:
             by_hand["next", "reward"] = batch["next", "reward"].double() - offset
         expected = torch.tensor(advantages_by_hand(PolicyConfig(**keys), by_hand, LONGEST))
         _, advantage = make_objective(FixedScorer(batch["log_probs", "response"]), LONGEST, **keys)
-        found = advantage.inv(batch)["advantage"].squeeze(-1)
-        assert found.dtype == torch.float32
+        advantages = advantage.inv(batch)["advantage"].squeeze(-1)
+        assert advantages.dtype == torch.float32
         # Weights of maxent are differences of numbers near 1 / G.
-        torch.testing.assert_close(found.double(), expected.double(), rtol=ROUNDED, atol=1e-8)
-        assert found.any() == expected.any()
+        torch.testing.assert_close(advantages.double(), expected.double(), rtol=ROUNDED, atol=1e-8)
+        assert advantages.any() == expected.any()
 
 
 def test_rewards_apart_near_large_rewards() -> None:
@@ -72,7 +72,7 @@ def test_rewards_apart_near_large_rewards() -> None:
     batch["next", "reward_parts"] = parts
     keys: dict[str, Any] = {"reward_combination": "apart", "overlong": "penalise", "advantage_eps": 0.0}
     _, advantage = make_objective(FixedScorer(batch["log_probs", "response"]), LONGEST, (0.3, 2.0), **keys)
-    found = advantage.inv(batch)["advantage"].squeeze(-1)
+    advantages = advantage.inv(batch)["advantage"].squeeze(-1)
     lengths = batch["masks", "response"].sum(-1)
     penalty = (LONGEST - 1 - lengths.double()).clamp(-1.0, 0.0)
     sums = []
@@ -83,19 +83,19 @@ def test_rewards_apart_near_large_rewards() -> None:
             terms.append(
                 [weight * (v - statistics.fmean(values)) / spread if spread else 0.0 for v in values]
             )
-        sums += [sum(one) for one in zip(*terms, strict=True)]
-    expected = [one / statistics.stdev(sums) for one in sums]
+        sums += [sum(column) for column in zip(*terms, strict=True)]
+    expected = [total / statistics.stdev(sums) for total in sums]
     torch.testing.assert_close(
-        found.flatten().double(), torch.tensor(expected).double(), rtol=ROUNDED, atol=1e-8
+        advantages.flatten().double(), torch.tensor(expected).double(), rtol=ROUNDED, atol=1e-8
     )
 
 
 @pytest.mark.parametrize("std", ["population", "unbiased", "batch", "none"])
 def test_float32_rewards_give_float32_advantages_of_all_their_digits(std: str) -> None:
     rewards = 1e4 + torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
-    found, exact = group_advantage(rewards, std, 1e-4), group_advantage(rewards.double(), std, 1e-4)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=ROUNDED, atol=0.0)
+    advantages, exact = group_advantage(rewards, std, 1e-4), group_advantage(rewards.double(), std, 1e-4)
+    assert advantages.dtype == torch.float32
+    torch.testing.assert_close(advantages.double(), exact, rtol=ROUNDED, atol=0.0)
 
 
 def test_penalties_below_the_digits_of_the_reward_still_count() -> None:
@@ -104,10 +104,10 @@ def test_penalties_below_the_digits_of_the_reward_still_count() -> None:
     assert lengths.unique().numel() > 1
     keys: dict[str, Any] = {"overlong": "penalise", "overlong_buffer": LONGEST, "advantage_std": "none"}
     _, advantage = make_objective(FixedScorer(batch["log_probs", "response"]), LONGEST, **keys)
-    found = advantage.inv(batch)["advantage"].squeeze(-1)
+    advantages = advantage.inv(batch)["advantage"].squeeze(-1)
     penalty = -lengths.double() / LONGEST
     expected = penalty - penalty.mean(-1, keepdim=True)
-    torch.testing.assert_close(found.double(), expected, rtol=ROUNDED, atol=1e-8)
+    torch.testing.assert_close(advantages.double(), expected, rtol=ROUNDED, atol=1e-8)
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def measured(responses: Tensor, policy: Policy, reference: Tensor, **keys: Any) 
 
 def named(gradient: Tensor, candidates: dict[str, Tensor]) -> str:
     """The divergence that a gradient belongs to."""
-    found = [name for name, one in candidates.items() if torch.allclose(gradient, one, **EXACT)]
-    assert len(found) <= 1
-    return found[0] if found else "of no KL"
+    names = [name for name, candidate in candidates.items() if torch.allclose(gradient, candidate, **EXACT)]
+    assert len(names) <= 1
+    return names[0] if names else "of no KL"
 
 
 def test_the_page_s_table_of_values_and_gradients_is_exact() -> None:
@@ -101,7 +101,8 @@ def test_the_page_s_table_of_values_and_gradients_is_exact() -> None:
     forward, reverse = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
     exact = forward.item()
     of_policy, of_reference = (
-        torch.autograd.grad(one, policy.logits, retain_graph=True)[0] for one in (forward, reverse)
+        torch.autograd.grad(divergence, policy.logits, retain_graph=True)[0]
+        for divergence in (forward, reverse)
     )
     candidates = {
         "0": torch.zeros_like(of_policy),
@@ -117,7 +118,7 @@ def test_the_page_s_table_of_values_and_gradients_is_exact() -> None:
         )
         assert in_loss[0] == pytest.approx(in_reward[0], rel=1e-12)
         value = "KL(pi, ref)" if in_loss[0] == pytest.approx(exact, rel=1e-12) else "no KL"
-        cells = [f"`{kind}`", value, *(named(one[1], candidates) for one in (in_loss, in_reward))]
+        cells = [f"`{kind}`", value, *(named(result[1], candidates) for result in (in_loss, in_reward))]
         rows.append(f"| {' | '.join(cells)} |")
     table = PAGE.read_text().partition("<!-- kl -->")[2].partition("<!-- /kl -->")[0]
     assert table.strip().splitlines()[2:] == rows
@@ -137,8 +138,10 @@ def test_k1_in_the_reward_has_the_gradient_of_whole_responses() -> None:
     log_p, log_q = scored(table, every).sum(-1), scored(reference.log(), every).sum(-1)
     (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), policy.logits)
     keys = {"ratio": "trajectory", "aggregation": "constant", "aggregation_length": 2}
-    _, found = measured(torch.tensor(responses), policy, reference, kl_estimator="k1", kl_in="reward", **keys)
-    torch.testing.assert_close(found, exact, **EXACT)
+    _, gradient = measured(
+        torch.tensor(responses), policy, reference, kl_estimator="k1", kl_in="reward", **keys
+    )
+    torch.testing.assert_close(gradient, exact, **EXACT)
     _, by_token = measured(
         torch.tensor(responses),
         policy,
@@ -161,8 +164,8 @@ def _gradients(policy: Policy, prefixes: Tensor, reference: Tensor) -> Tensor:
 
 def distilled(batch: TensorDict, policy: Policy, **keys: Any) -> tuple[float, Tensor]:
     """Measured reverse KL, and gradient of the loss, with a teacher."""
-    given = {"distill_coef": 1.0, "advantage_estimator": "none", "advantage_std": "none", **keys}
-    loss, advantage = make_objective(policy, **given)
+    settings = {"distill_coef": 1.0, "advantage_estimator": "none", "advantage_std": "none", **keys}
+    loss, advantage = make_objective(policy, **settings)
     terms = loss(advantage.inv(batch))
     (gradient,) = torch.autograd.grad(sum(terms[name] for name in loss.out_keys), policy.logits)
     return float(terms["reverse_kl"]), gradient

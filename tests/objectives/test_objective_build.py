@@ -21,7 +21,7 @@ def test_the_kl_penalty_is_in_one_place_and_not_in_both(where: str) -> None:
     assert loss.actor_network is actor
     batch = make_batch()
     terms, plain_terms = loss(batch), plain_loss(batch)
-    written, plain = (one.inv(batch.clone())["advantage"] for one in (advantage, plain_advantage))
+    written, plain = (transform.inv(batch.clone())["advantage"] for transform in (advantage, plain_advantage))
     assert ("loss_kl" in terms) == (where == "loss")
     assert bool((written != plain).any()) == (where == "reward")
     # Measured in either case.

@@ -107,13 +107,13 @@ def test_parameter_gradients_of_a_model_equal_the_double_loop(kl_coef: float, ki
     loss, _ = make_objective(scorer, clip_epsilon_high=0.28, **options)
     model.zero_grad()
     total_of(loss(batch)).backward()
-    found = gradients(model)
+    grads = gradients(model)
     model.zero_grad()
     expected, _ = loss_by_hand(scorer(*inputs(batch)).log_probs, batch, 0.2, 0.28, kl_coef, kind)
     expected.backward()
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(
-            found[name],
+            grads[name],
             gradient,
             **EXACT,
             msg=lambda m, n=name: f"{n}: {m}",  # type: ignore[misc]
@@ -162,12 +162,12 @@ def test_micro_batches_add_up_to_the_whole_batch(pieces: int, shared: bool) -> N
     batch = near(model, make_batch(P=4, G=4, seed=11))
     loss = make_loss(model, shared)
     whole, expected = run_in_pieces(loss, model, batch, 1)
-    sums, found = run_in_pieces(loss, model, batch, pieces)
+    sums, grads = run_in_pieces(loss, model, batch, pieces)
     assert whole.keys() == sums.keys() and {"kl_ref", "loss_kl", "clip_fraction"} <= whole.keys()
     for name, value in whole.items():
         assert sums[name] == pytest.approx(value, **EQUAL), name
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, **EXACT, msg=name)
+        torch.testing.assert_close(grads[name], gradient, **EXACT, msg=name)
     assert max(float(g.abs().max()) for g in expected.values()) > 0.01, "nothing was compared"
 
 
@@ -175,12 +175,12 @@ def test_micro_batches_add_up_to_the_whole_batch(pieces: int, shared: bool) -> N
 def test_shared_prefix_and_plain_agree_in_loss_and_gradient() -> None:
     model = make_model()
     batch = near(model, make_batch(P=3, G=4))
-    shared, one = run_in_pieces(make_loss(model, True), model, batch, 1)
+    shared, grads = run_in_pieces(make_loss(model, True), model, batch, 1)
     plain, other = run_in_pieces(make_loss(model, False), model, batch, 1)
     for name in shared:
         assert shared[name] == pytest.approx(plain[name], **EQUAL), name
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], **EXACT)
+    for name in grads:
+        torch.testing.assert_close(grads[name], other[name], **EXACT)
 
 
 @pytest.mark.usefixtures("float64")
@@ -188,12 +188,12 @@ def test_the_amount_of_padding_changes_nothing() -> None:
     model = make_model()
     batch = near(model, make_batch(P=3, G=4))
     loss = make_loss(model)
-    narrow, one = run_in_pieces(loss, model, batch, 1)
+    narrow, grads = run_in_pieces(loss, model, batch, 1)
     wide, other = run_in_pieces(loss, model, widen(batch, 6, 9), 1)
     for name in narrow:
         assert wide[name] == pytest.approx(narrow[name], **EQUAL), name
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], **EXACT)
+    for name in grads:
+        torch.testing.assert_close(grads[name], other[name], **EXACT)
 
 
 @pytest.mark.parametrize("junk", [1e30, math.inf, math.nan])
@@ -284,8 +284,8 @@ def test_unknown_names_are_refused() -> None:
 @pytest.mark.parametrize("std,divisor", [("population", 4), ("unbiased", 3), ("none", None)])
 def test_advantage_by_the_formula(std: str, divisor: int | None) -> None:
     rewards = [[0.0, 1.0, 1.0, 0.0], [2.0, 2.0, 2.0, 3.5]]
-    found = group_advantage(torch.tensor(rewards), std, 1e-4)
-    for row, advantages in zip(rewards, found.tolist(), strict=True):
+    computed = group_advantage(torch.tensor(rewards), std, 1e-4)
+    for row, advantages in zip(rewards, computed.tolist(), strict=True):
         mean = sum(row) / 4
         scale = 1.0
         if divisor is not None:
@@ -323,19 +323,19 @@ def test_sums_of_the_same_rewards_in_another_order_are_equal() -> None:
     rewards = torch.tensor([[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, 0.6]])
     doubles = torch.tensor([[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, 0.6]], dtype=torch.float64)
     assert doubles.unique().numel() > 1
-    for one in (rewards, doubles):
-        assert not group_advantage(one, "unbiased", 0.0).any()
+    for values in (rewards, doubles):
+        assert not group_advantage(values, "unbiased", 0.0).any()
 
 
 def test_rewards_that_cancel_leave_nothing() -> None:
     reward = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     rewards = torch.stack([reward] * 3, -1)
-    found = decoupled_advantage(rewards, (0.1, 0.2, -0.3), "unbiased", 0.0, False)
-    assert not found.any()
+    advantages = decoupled_advantage(rewards, (0.1, 0.2, -0.3), "unbiased", 0.0, False)
+    assert not advantages.any()
     rewards[0, :, 2] = torch.tensor([0.0, 1.0, 0.0, 1.0])
-    found = decoupled_advantage(rewards, (0.1, 0.2, -0.3), "unbiased", 0.0, False)
-    assert found[0].any() and not found[1:].any()
-    assert float(found.std()) == pytest.approx(1.0)
+    advantages = decoupled_advantage(rewards, (0.1, 0.2, -0.3), "unbiased", 0.0, False)
+    assert advantages[0].any() and not advantages[1:].any()
+    assert float(advantages.std()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -348,8 +348,8 @@ def test_rewards_that_are_no_numbers_are_no_constant_unless_equal(value: float) 
 @given(REWARDS, st.floats(-5, 5, width=32), st.sampled_from(["population", "unbiased", "none"]))
 def test_advantages_do_not_change_under_a_shift(rewards: list[list[float]], shift: float, std: str) -> None:
     values = torch.tensor(rewards, dtype=torch.float64)
-    one, other = group_advantage(values, std, 1e-2), group_advantage(values + shift, std, 1e-2)
-    torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-6)
+    advantages, other = group_advantage(values, std, 1e-2), group_advantage(values + shift, std, 1e-2)
+    torch.testing.assert_close(advantages, other, atol=1e-9, rtol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -358,10 +358,10 @@ def test_advantages_follow_their_samples_and_centre_on_zero(
     rewards: list[list[float]], order: list[int], std: str
 ) -> None:
     values = torch.tensor(rewards, dtype=torch.float64)
-    found = group_advantage(values, std, 1e-2)
-    torch.testing.assert_close(group_advantage(values[:, order], std, 1e-2), found[:, order])
+    advantages = group_advantage(values, std, 1e-2)
+    torch.testing.assert_close(group_advantage(values[:, order], std, 1e-2), advantages[:, order])
     torch.testing.assert_close(
-        found.sum(-1), torch.zeros(len(rewards), dtype=torch.float64), atol=1e-9, rtol=0
+        advantages.sum(-1), torch.zeros(len(rewards), dtype=torch.float64), atol=1e-9, rtol=0
     )
 
 

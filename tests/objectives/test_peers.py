@@ -420,10 +420,10 @@ def test_trl_weighs_the_divergence_with_the_ratio_unless_told_not_to(trl: Trl, n
     base, keys, settings, batch = PRESETS[name]
     case = Case(**batch)
     ours = case.ours(**{**preset(base), **keys})
-    told = trl.outcome(case.numbers, num_generations=GROUP, **settings)
+    result = trl.outcome(case.numbers, num_generations=GROUP, **settings)
     settings = {key: value for key, value in settings.items() if key != "use_bias_correction_kl"}
     untold = trl.outcome(case.numbers, num_generations=GROUP, **settings)
-    assert_equal(ours, told)
+    assert_equal(ours, result)
     assert_different(ours, untold)
 
 
@@ -556,17 +556,19 @@ def test_the_entropy_coefficient_follows_trls_after_the_first_step(trl: Trl) -> 
     )
     scored = trainer._generate_and_score_completions([{"prompt": "x"}] * len(numbers.rewards))
     ours = EntropyCoefficient(0.004, 0.3, 0.003, 0.008)
-    found, expected = [], []
+    coefficients, expected = [], []
     for entropy in (0.2, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5, 0.2, 0.25, 0.1):
         numbers.entropy = torch.full_like(numbers.entropy, entropy).requires_grad_()
         trainer._compute_loss(trainer.model, scored).backward()
         assert numbers.entropy.grad is not None
         expected.append(-float(numbers.entropy.grad.sum()))
-        found.append(ours.value)
+        coefficients.append(ours.value)
         ours.update(entropy)
-    assert (found[0], expected[0]) == (0.004, 0.0)
-    assert found[1:] == pytest.approx(expected[1:], rel=1e-9)
-    assert len({round(x, 6) for x in found}) >= 4 and 0.0 in found and max(found) == 0.008
+    assert (coefficients[0], expected[0]) == (0.004, 0.0)
+    assert coefficients[1:] == pytest.approx(expected[1:], rel=1e-9)
+    assert (
+        len({round(x, 6) for x in coefficients}) >= 4 and 0.0 in coefficients and max(coefficients) == 0.008
+    )
 
 
 BOUNDS: dict[str, Any] = {"clip_epsilon": 0.2, "clip_epsilon_high": 0.28}
@@ -586,8 +588,8 @@ def torchrl_outcome(
     for rows in torch.arange(len(numbers.rewards)).chunk(pieces):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
         terms = torchrl_terms(numbers, case.advantage, kind, part, clip_epsilon=(0.2, 0.28), **settings)
-        found = [term.sum() for name, term in terms.to_tensordict().items() if name.startswith("loss_")]
-        total = torch.stack(found).sum()
+        losses = [term.sum() for name, term in terms.to_tensordict().items() if name.startswith("loss_")]
+        total = torch.stack(losses).sum()
         (total / pieces).backward()
         value += total.detach() / pieces
     return gradients_of(value, numbers.log_probs, numbers.entropy)
@@ -606,8 +608,8 @@ def test_without_padding_our_loss_is_torchrls(kind: str, theirs: str, ours: str,
 @pytest.mark.parametrize("theirs,ours", AGGREGATIONS.items())
 def test_with_padding_our_surrogate_is_torchrls(theirs: str, ours: str) -> None:
     case = Case()
-    found, terms = case.terms(aggregation=ours, **BOUNDS)
-    assert_equal(found, torchrl_outcome(case, "GRPOLoss", aggregation=theirs, entropy_bonus=False))
+    outcome, terms = case.terms(aggregation=ours, **BOUNDS)
+    assert_equal(outcome, torchrl_outcome(case, "GRPOLoss", aggregation=theirs, entropy_bonus=False))
     assert 0 < float(terms["clip_fraction"]) < 1
 
 
@@ -695,7 +697,7 @@ def test_group_advantages_are_torchrls_without_an_epsilon() -> None:
 
     rewards = torch.randn(3, GROUP, generator=torch.Generator().manual_seed(0))
     transform = MCAdvantage(grpo_size=GROUP, prompt_key="group", trajectory_return="sum")
-    found = []
+    parts = []
     for group, row in enumerate(rewards):
         for reward in row:
             data = {
@@ -705,7 +707,7 @@ def test_group_advantages_are_torchrls_without_an_epsilon() -> None:
             }
             step = TensorDict({"group": data.pop("group"), "next": TensorDict(data, [1])}, [1])
             written = transform.inv(step)
-        found.append(written["advantage"].flatten())
-    theirs = torch.stack(found)
+        parts.append(written["advantage"].flatten())
+    theirs = torch.stack(parts)
     torch.testing.assert_close(group_advantage(rewards, "unbiased", 0.0), theirs, **TOLERANCE)
     assert not torch.allclose(group_advantage(rewards, "unbiased", 1e-4), theirs, rtol=1e-9)

@@ -31,15 +31,13 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def batch(model: PreTrainedModel) -> TensorDict:
     """Log-probabilities are near the model's own, so that ratios are on both sides of the clip."""
-    found = make_batch(P=3, G=3, seed=2)
+    data = make_batch(P=3, G=3, seed=2)
     with torch.no_grad():
-        own = TokenScorer(model)(*inputs(found)).log_probs
+        own = TokenScorer(model)(*inputs(data)).log_probs
     g = torch.Generator().manual_seed(1)
     for key in ("response", "reference"):
-        found["log_probs", key] = (own + 0.3 * torch.randn(own.shape, generator=g)) * found[
-            "masks", "response"
-        ]
-    return found
+        data["log_probs", key] = (own + 0.3 * torch.randn(own.shape, generator=g)) * data["masks", "response"]
+    return data
 
 
 def total(terms: TensorDict) -> Tensor:
@@ -53,12 +51,12 @@ def backward(model: PreTrainedModel, loss: Callable[[], Tensor]) -> tuple[float,
     return float(value.detach()), gradients(model)
 
 
-def assert_same(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
-    assert one[0] == pytest.approx(other[0], **EQUAL)
+def assert_same(first: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
+    assert first[0] == pytest.approx(other[0], **EQUAL)
     assert max(float(g.abs().max()) for g in other[1].values()) > 1e-3, "nothing was compared"
     for name, gradient in other[1].items():
         torch.testing.assert_close(
-            one[1][name],
+            first[1][name],
             gradient,
             **EXACT,
             msg=lambda m, n=name: f"{n}: {m}",  # type: ignore[misc]
@@ -156,10 +154,10 @@ def test_an_actor_is_enough_for_a_loss(model: PreTrainedModel, batch: TensorDict
         GroupPolicyLoss(TokenScorer(model), PolicyConfig(aggregation=Aggregation("constant")))
 
 
-def assert_equal_terms(found: TensorDict, expected: TensorDict) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal_terms(terms: TensorDict, expected: TensorDict) -> None:
+    assert terms.keys() == expected.keys()
     for name, value in expected.items():
-        assert float(found[name].detach()) == pytest.approx(float(value.detach()), **EQUAL), name
+        assert float(terms[name].detach()) == pytest.approx(float(value.detach()), **EQUAL), name
 
 
 # --- calls and keys --------------------------------------------------------------------------------

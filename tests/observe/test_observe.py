@@ -198,26 +198,26 @@ def test_a_resumed_run_names_the_steps_that_its_files_lack(tmp_path: Path) -> No
     metrics.close()
     rollouts.close()
 
-    def found(step: int) -> list[str | None]:
+    def messages_at(step: int) -> list[str | None]:
         writers = MetricsWriter(tmp_path, step), RolloutWriter(tmp_path, step)
         messages = [writers[0].missing(range(step + 1)), writers[1].missing(range(1, step + 1, 2))]
         for writer in writers:
             writer.close()
         return messages
 
-    assert found(6) == [None, None]
+    assert messages_at(6) == [None, None]
     lines = metrics.path.read_bytes().splitlines(keepends=True)
     # The head of one file is lost, and the end of the other, in the middle of a line.
     metrics.path.write_bytes(b"".join(lines[2:]))
     rollouts.path.write_bytes(rollouts.path.read_bytes()[:-20])
     lacks, end = "was cut or changed: it lacks lines of", ", and the run goes on without them"
-    assert found(6) == [
+    assert messages_at(6) == [
         f"warning: {metrics.path} {lacks} 2 steps (0 to 1){end}",
         f"warning: {rollouts.path} {lacks} step 5{end}",
     ]
     for path in (metrics.path, rollouts.path):
         path.unlink()
-    messages = found(4)
+    messages = messages_at(4)
     assert [str(message).partition(" lines of ")[2].partition(",")[0] for message in messages] == [
         "5 steps (0 to 4)",
         "2 steps (1 to 3)",
@@ -530,12 +530,12 @@ def test_summary_names_what_grades_and_the_mean_of_a_reward(tmp_path: Path) -> N
     nothing = FIGURES | {"accuracy_before": None, "accuracy_after": None, "accuracy_ci95": None}
     mean = {"primary_before": 0.25, "primary_after": 2.5, "primary_ci95": [2.0, 3.0], "grader": "brevity"}
     summary(tmp_path, **nothing, extras=mean, stream=(stream := io.StringIO()))
-    said = stream.getvalue()
-    assert "held-out reward    0.250 -> 2.500   (95 % interval 2.000 to 3.000)\n" in said
-    assert "graded by          brevity\n" in said and "accuracy" not in said
+    output = stream.getvalue()
+    assert "held-out reward    0.250 -> 2.500   (95 % interval 2.000 to 3.000)\n" in output
+    assert "graded by          brevity\n" in output and "accuracy" not in output
     # A single problem has no interval.
-    summary(tmp_path, **nothing, extras=mean | {"primary_ci95": [None] * 2}, stream=(one := io.StringIO()))
-    assert "held-out reward    0.250 -> 2.500\n" in one.getvalue()
+    summary(tmp_path, **nothing, extras=mean | {"primary_ci95": [None] * 2}, stream=(buffer := io.StringIO()))
+    assert "held-out reward    0.250 -> 2.500\n" in buffer.getvalue()
     # If the reward gave 0 and 1, its mean is an accuracy.
     summary(tmp_path, **FIGURES, extras=mean, stream=(share := io.StringIO()))
     assert "held-out accuracy  0.100 -> 0.750" in share.getvalue() and "brevity" in share.getvalue()
@@ -708,7 +708,7 @@ def test_a_disk_that_fills_up_while_a_csv_file_is_cut_loses_no_row(
     path = csv_of_a_thousand_steps(tmp_path)
     before = path.read_bytes()
 
-    def full(*given: Any) -> None:
+    def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:

@@ -68,14 +68,14 @@ def planned(words: str, asynchronous: bool, there: Hardware) -> Planned:
     """The plan of a command, with all that is checked before a run."""
     cfg = read(words)
     (schedule.check_async if asynchronous else schedule.check_sync)(cfg)
-    found = preflight.make(cfg, asynchronous, there)
-    preflight.check_memory(found)
-    return found
+    result = preflight.make(cfg, asynchronous, there)
+    preflight.check_memory(result)
+    return result
 
 
 def advised(error: str) -> list[str]:
-    said = error.partition("; write ")[2]
-    return [] if said.startswith("a smaller model") else said.split(" or ")
+    advice = error.partition("; write ")[2]
+    return [] if advice.startswith("a smaller model") else advice.split(" or ")
 
 
 CASES = [
@@ -88,7 +88,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size", "machine", "script", "what"), CASES, ids=[one[0] for one in CASES])
+@pytest.mark.parametrize(
+    ("name", "size", "machine", "script", "what"), CASES, ids=[case[0] for case in CASES]
+)
 def test_what_is_advised_fits(
     name: str, size: str, machine: str, script: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,18 +102,18 @@ def test_what_is_advised_fits(
         planned(words, asynchronous, there)
         return
     except ConfigError as error:
-        found = advised(str(error))
-    assert bool(found) is not bool(HOPELESS.match(name)), name
-    for one in found:
+        advice = advised(str(error))
+    assert bool(advice) is not bool(HOPELESS.match(name)), name
+    for proposal in advice:
         # As a user would: the advice after the words that were wrong.
-        again = planned(f"{words} {one}", asynchronous, there)
+        again = planned(f"{words} {proposal}", asynchronous, there)
         assert again.prediction is not None
         for device in {*again.plan.train.devices, *again.plan.inference.devices}:
-            assert again.prediction.peak(device)[0] <= gib * 2**30, one
+            assert again.prediction.peak(device)[0] <= gib * 2**30, proposal
 
 
 @pytest.mark.parametrize(
-    ("size", "machine", "said"),
+    ("size", "machine", "expected"),
     [
         # What used to be told to take a smaller model.
         ("1.5B", "1x24", ["train_model.lora.rank=16"]),
@@ -129,13 +131,13 @@ def test_what_is_advised_fits(
     ],
 )
 def test_large_models_are_told_of_shards_and_adapters(
-    size: str, machine: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+    size: str, machine: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES[size])
     number, gib = MACHINES[machine]
     with pytest.raises(ConfigError) as caught:
         planned("", False, Hardware((gib,) * number, 900.0))
-    assert advised(str(caught.value)) == said
+    assert advised(str(caught.value)) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,10 +157,10 @@ def test_shards_are_advised_only_where_the_whole_model_can_be_loaded(
     there = Hardware((gib,) * number, 900.0)
     with pytest.raises(ConfigError) as caught:
         planned("", False, there)
-    found = advised(str(caught.value))
-    assert found and any("parallelism=fsdp2" in one for one in found) is shards
-    for one in found:
-        planned(one, False, there)
+    advice = advised(str(caught.value))
+    assert advice and any("parallelism=fsdp2" in proposal for proposal in advice) is shards
+    for proposal in advice:
+        planned(proposal, False, there)
     # Each rank loads all of it on its own GPU, whatever its shard is.
     assert (4 * SHAPES[size].parameters / 2**30 + 0.7 <= gib) is shards
 
@@ -167,13 +169,13 @@ def test_ranks_that_cannot_load_what_they_divide_are_refused(monkeypatch: pytest
     monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES["7B"])
     # What used to be advised: the largest phase of a step takes 20.79 GiB.
     words = "train_model.num_devices=7 train_model.parallelism=fsdp2 train_model.gradient_checkpointing=true"
-    said = r"29\.07 GiB are needed on cuda:0 while loading, most of it for train \(load: 28\.37 GiB\)"
+    message = r"29\.07 GiB are needed on cuda:0 while loading, most of it for train \(load: 28\.37 GiB\)"
     # Nothing of it depends on lengths: a little less is too little too.
     for gib in (24.0, 29.0):
-        with pytest.raises(ConfigError, match=said) as caught:
+        with pytest.raises(ConfigError, match=message) as caught:
             planned(words, False, Hardware((gib,) * 8, 900.0))
-        found = advised(str(caught.value))
-        assert found and all("train_model.parallelism=ddp" in one for one in found)
+        advice = advised(str(caught.value))
+        assert advice and all("train_model.parallelism=ddp" in proposal for proposal in advice)
     planned(words, False, Hardware((48.0,) * 8, 900.0))
 
 
@@ -182,15 +184,15 @@ def test_a_share_is_advised_only_with_what_else_it_takes(monkeypatch: pytest.Mon
     there = Hardware((23.99,), 900.0)
     with pytest.raises(ConfigError) as caught:
         planned("", False, there)
-    (one,) = advised(str(caught.value))
-    assert "gpu_memory_utilization=0.7" in one and "quantization=nf4" in one
+    (advice,) = advised(str(caught.value))
+    assert "gpu_memory_utilization=0.7" in advice and "quantization=nf4" in advice
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"\(needs the package bitsandbytes, which is not installed\)$"):
         planned("", False, there)
 
 
 @pytest.mark.parametrize(
-    ("size", "words", "said"),
+    ("size", "words", "expected"),
     [
         ("1.5B", "", ["train_model.lora.rank=16"]),
         # Adapters are enough, and take a new run.
@@ -202,16 +204,16 @@ def test_a_share_is_advised_only_with_what_else_it_takes(monkeypatch: pytest.Mon
     ],
 )
 def test_a_run_that_is_resumed_is_told_only_what_it_may_change(
-    size: str, words: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+    size: str, words: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES[size])
     there = Hardware((23.99,), 900.0)
     with pytest.raises(ConfigError) as caught:
         planned(words, False, there)
-    found = advised(str(caught.value))
-    assert found == said
-    for one in found:
-        change, new = one.removeprefix("in a new run "), one.startswith("in a new run ")
+    advice = advised(str(caught.value))
+    assert advice == expected
+    for proposal in advice:
+        change, new = proposal.removeprefix("in a new run "), proposal.startswith("in a new run ")
         # Of a run that goes on every key is one that it may change; of a new one none has to be.
         assert (
             new
@@ -229,12 +231,12 @@ def test_a_line_says_what_takes_less_where_it_may_be_too_little(
     needs = preflight.make(cfg, False, Hardware((), 99.0)).prediction
     assert needs is not None
     peak = needs.peak("cpu")[0] / 2**30
-    for share, said in ((1.1, False), (0.9, True)):
+    for share, warns in ((1.1, False), (0.9, True)):
         preflight.report(cfg, False, Hardware((), peak * share))
         lines = capsys.readouterr().out.splitlines()
-        assert lines[-1].startswith("memory: the longest texts may not fit; ") is said, lines
-    for one in lines[-1].partition("; ")[2].removesuffix(" takes less").split(" or "):
+        assert lines[-1].startswith("memory: the longest texts may not fit; ") is warns, lines
+    for proposal in lines[-1].partition("; ")[2].removesuffix(" takes less").split(" or "):
         again = preflight.make(
-            read(" ".join([*(f"{key}={value}" for key, value in words.items()), one])), False, Hardware()
+            read(" ".join([*(f"{key}={value}" for key, value in words.items()), proposal])), False, Hardware()
         )
         assert again.prediction is not None and again.prediction.peak("cpu")[0] <= peak * 0.9 * 2**30

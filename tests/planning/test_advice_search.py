@@ -50,7 +50,7 @@ def enough(words: str, asynchronous: bool, machine: Hardware, shape: ModelShape)
         (changes, preflight.replan(apply(cfg, changes), asynchronous, machine, shape))
         for changes in alternatives(machine)
     )
-    return [changes for changes, found in plans if found is not None and sizes.fits(found)]
+    return [changes for changes, candidate in plans if candidate is not None and sizes.fits(candidate)]
 
 
 def alternatives(machine: Hardware) -> Iterator[Changes]:
@@ -90,19 +90,19 @@ def test_what_is_advised_for_long_texts_fits(
         planned(words, asynchronous, hardware)
         return
     except ConfigError as error:
-        said = str(error)
-    found = advised(said)
-    if not found:
+        message = str(error)
+    advice = advised(message)
+    if not advice:
         assert (size, machine) in HOPELESS
         return
-    for one in found:
-        again = planned(f"{words} {one}", asynchronous, hardware)
-        assert sizes.fits(again), one
-        changes = [(key, value) for key, _, value in (word.partition("=") for word in one.split())]
+    for proposal in advice:
+        again = planned(f"{words} {proposal}", asynchronous, hardware)
+        assert sizes.fits(again), proposal
+        changes = [(key, value) for key, _, value in (word.partition("=") for word in proposal.split())]
         # Without any one of its keys it is not enough.
         for left_out in changes if len(changes) > 1 else ():
             rest = " ".join(f"{key}={value}" for key, value in changes if (key, value) != left_out)
-            assert not _fits_as_written(f"{words} {rest}", asynchronous, hardware), (one, left_out)
+            assert not _fits_as_written(f"{words} {rest}", asynchronous, hardware), (proposal, left_out)
 
 
 def _fits_as_written(words: str, asynchronous: bool, hardware: Hardware) -> bool:
@@ -141,19 +141,19 @@ def test_advice_ends_where_everything_together_is_too_much(
     words = WORK["many"]
     with pytest.raises(ConfigError) as caught:
         planned(words, False, hardware)
-    found = advised(str(caught.value))
-    assert bool(found) == bool(enough(words, False, hardware, SMALL))
-    for one in found:
-        assert sizes.fits(planned(f"{words} {one}", False, hardware))
+    advice = advised(str(caught.value))
+    assert bool(advice) == bool(enough(words, False, hardware, SMALL))
+    for proposal in advice:
+        assert sizes.fits(planned(f"{words} {proposal}", False, hardware))
 
 
 def test_two_keys_are_advised_where_no_single_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "read_shape", lambda model: SMALL)
     words = f"{WORK['many']} inference_model.backend=transformers"
-    for gib, said in (
+    for gib, expected in (
         (15.0, "inference_model.max_model_len=1024"),
         (7.5, "inference_model.max_model_len=512 train.max_tokens_per_microbatch=2048"),
     ):
         with pytest.raises(ConfigError) as caught:
             planned(words, False, Hardware((gib,), 900.0, ((9, 0),)))
-        assert advised(str(caught.value)) == [said]
+        assert advised(str(caught.value)) == [expected]

@@ -60,9 +60,9 @@ def row(size: str, machine: str, script: str) -> tuple[list[str], list[str]]:
     try:
         preflight.check_memory(planned)
     except ConfigError as error:
-        found = advised(str(error))
-        fix = f"too large; `{found[0]}`" if found else "too large for this machine"
-        return [*head, fix, peak], found
+        advice = advised(str(error))
+        fix = f"too large; `{advice[0]}`" if advice else "too large for this machine"
+        return [*head, fix, peak], advice
     assert not planned.plan.idle
     train = "train in shards" if "fsdp2" in chosen else "train"
     if planned.plan.colocated:
@@ -180,11 +180,11 @@ def test_choices(
 ) -> None:
     of_size(size, monkeypatch)
     there = Hardware(EIGHT.gpus[:gpus], 900.0, ((9, 0),) * gpus)
-    found, planned = plan(overrides, asynchronous, there)
+    choice, planned = plan(overrides, asynchronous, there)
     if chosen is None:
         assert not planned.plan.idle and len(planned.plan.reference.devices) == 2
     else:
-        assert found == chosen
+        assert choice == chosen
 
 
 FOUR = "train_model.num_devices=4 inference_model.num_devices=4"
@@ -228,8 +228,8 @@ def test_numbers_that_are_given_are_trained_in_shards_if_nothing_else_fits(
 ) -> None:
     of_size(size, monkeypatch)
     there = Hardware(EIGHT.gpus[:gpus], 900.0, ((9, 0),) * gpus)
-    found, planned = plan(overrides, asynchronous, there)
-    assert found == chosen
+    choice, planned = plan(overrides, asynchronous, there)
+    assert choice == chosen
     if chosen:
         preflight.check_memory(planned)
         assert planned.plan.num_ranks > 1
@@ -262,8 +262,8 @@ def test_ranks_of_a_launcher_hold_shards_if_nothing_else_fits(monkeypatch: pytes
         of_8 is not None and of_4 is not None and of_8.prediction is not None and of_4.prediction is not None
     )
     weights = [
-        next(row.weights for row in found.rows if (row.role, row.phase) == ("train", "optimize"))
-        for found in (of_8.prediction, of_4.prediction)
+        next(row.weights for row in prediction.rows if (row.role, row.phase) == ("train", "optimize"))
+        for prediction in (of_8.prediction, of_4.prediction)
     ]
     assert weights[0] == weights[1] / 2
 
@@ -277,16 +277,16 @@ def test_a_trainer_in_python_holds_shards_and_says_so(
     for rank in ("0", "1"):
         for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": rank}.items():
             monkeypatch.setenv(name, value)
-        found = GRPOTrainer("some/model", config=config, output_dir=tmp_path)
-        assert found.cfg.train_model.parallelism == "fsdp2"
-        said = capsys.readouterr().out
-        assert (f"devices: auto chose {SHARDS}\n" in said) is (rank == "0")
+        trainer = GRPOTrainer("some/model", config=config, output_dir=tmp_path)
+        assert trainer.cfg.train_model.parallelism == "fsdp2"
+        output = capsys.readouterr().out
+        assert (f"devices: auto chose {SHARDS}\n" in output) is (rank == "0")
 
 
 def test_a_model_of_unknown_size_shares_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "read_shape", lambda model: Unknown("no config.json"))
-    found, planned = plan("model.name=some/model", False, EIGHT)
-    assert found == "train_model.num_devices=4 inference_model.num_devices=4"
+    choice, planned = plan("model.name=some/model", False, EIGHT)
+    assert choice == "train_model.num_devices=4 inference_model.num_devices=4"
     assert not planned.plan.colocated
 
 

@@ -77,8 +77,8 @@ def test_weights_stay_out_of_the_memory_of_the_host_where_they_can(
 def test_only_servers_that_are_surely_elsewhere_get_weights_by_nccl(host: str, way: str) -> None:
     """No other way is tried after it. A name of more than 63 letters has no address."""
     servers = f"inference_model.servers=[unix:/tmp/one,http://{host}:8000]"
-    said = answer(f"grpo.py, 2 GPUs: inference_model.backend=vllm_server {servers}")
-    assert f"weights by {way}\n" in said
+    output = answer(f"grpo.py, 2 GPUs: inference_model.backend=vllm_server {servers}")
+    assert f"weights by {way}\n" in output
 
 
 def test_nccl_for_an_engine_on_the_gpu_of_the_trainer_is_refused() -> None:
@@ -102,22 +102,22 @@ def test_there_are_enough_cases() -> None:
     for gpus, script in itertools.product((6, 8), ("grpo.py", "grpo-async.py")):
         for what in ("num_devices=2", r"devices=\["):
             assert any(
-                re.match(rf"{script}, {gpus} GPUs: train_model.{what}.* ref_model", one) for one in CASES
+                re.match(rf"{script}, {gpus} GPUs: train_model.{what}.* ref_model", case) for case in CASES
             )
 
 
-@pytest.mark.parametrize("case", [one for one in CASES if CASES[one].startswith("error")])
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].startswith("error")])
 def test_what_an_error_says_to_write_is_a_plan(case: str) -> None:
     """As often as there is an error, for several keys may be wrong."""
-    asked = case
+    command = case
     for _ in range(3):
-        said = answer(asked)
-        if not said.startswith("error"):
+        output = answer(command)
+        if not output.startswith("error"):
             return
-        key, _, value = said.partition("write ")[2].removesuffix("\n").partition("=")
-        changed = re.sub(rf"{re.escape(key)}=\S+", f"{key}={value}", asked)
-        asked = changed if changed != asked else f"{asked} {key}={value}"
-    pytest.fail(f"{asked}: {said}")
+        key, _, value = output.partition("write ")[2].removesuffix("\n").partition("=")
+        changed = re.sub(rf"{re.escape(key)}=\S+", f"{key}={value}", command)
+        command = changed if changed != command else f"{command} {key}={value}"
+    pytest.fail(f"{command}: {output}")
 
 
 def everything() -> list[tuple[Request, int]]:
@@ -148,18 +148,18 @@ def test_numbers_partition_without_conflict_and_are_what_was_asked_for() -> None
         train, engines = request.train.count, request.inference.count
         wants = [train, engines, 0 if request.lora else request.reference.count]
         try:
-            found = plan(request, gpus)
+            chosen = plan(request, gpus)
         except ConfigError:
             # Only a role of several devices is ever refused, and only where there are too few.
             assert sum(wants) > gpus and max(wants) > 1
             continue
         planned += 1
-        roles = [found.train, found.inference, found.reference][: 2 if request.lora else 3]
+        roles = [chosen.train, chosen.inference, chosen.reference][: 2 if request.lora else 3]
         # Engines that nobody has counted share all of the trainer's GPUs, or have one of their own.
         shares = train if request.inference.num_devices is None and train >= gpus else engines
         assert [len(role.devices) for role in roles] == [train, shares, *wants[2 : len(roles)]]
         used = [name for role in roles for name in role.devices]
-        assert set(used) | set(found.idle) == {f"cuda:{gpu}" for gpu in range(gpus)}
+        assert set(used) | set(chosen.idle) == {f"cuda:{gpu}" for gpu in range(gpus)}
         if sum(wants) <= gpus:
             assert len(set(used)) == len(used), "enough for everybody, and two roles share one"
             assert sorted(used, key=lambda name: int(name[5:])) == used
@@ -173,8 +173,8 @@ def test_numbers_mean_the_same_to_both_scripts() -> None:
         results: list[Any] = []
         for asynchronous in (False, True):
             try:
-                found = plan(replace(request, asynchronous=asynchronous), gpus)
-                results.append((found.train.devices, found.inference.devices, found.reference.devices))
+                chosen = plan(replace(request, asynchronous=asynchronous), gpus)
+                results.append((chosen.train.devices, chosen.inference.devices, chosen.reference.devices))
             except ConfigError as error:
                 results.append((str(error), (), ()))
         assert results[0] == results[1]
@@ -194,8 +194,8 @@ def test_names_that_a_run_reads() -> None:
     assert (cluster.num_engines, cluster.worker_gpus, cluster.engine_device) == (4, [], "cuda:0")
     off = two(uses_reference=False)
     assert (off.reference.devices, off.reference_devices) == ((), ("cuda:0",))
-    one = plan(Request(), 1)
-    assert one.sleeps and one.colocated
+    chosen = plan(Request(), 1)
+    assert chosen.sleeps and chosen.colocated
     cpu = plan(Request(asynchronous=True), 0)
     assert (cpu.train_device, cpu.engine_device, cpu.worker_gpus) == ("cpu", "cpu", [])
 
@@ -299,8 +299,8 @@ def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
 )
 def test_what_workers_of_grpo_py_cannot_do(words: list[str], match: str) -> None:
     size = "4 GPUs of 64 GiB" if "devices=[" in words[0] else "64 GiB"
-    said = dry_run(f"grpo.py, {size}: {' '.join(words)} inference_model.backend=transformers")
-    assert re.search(rf"error: .*{match}", said), said
+    output = dry_run(f"grpo.py, {size}: {' '.join(words)} inference_model.backend=transformers")
+    assert re.search(rf"error: .*{match}", output), output
 
 
 def test_only_engines_may_have_more_gpus_than_the_trainer_and_its_own() -> None:
@@ -325,7 +325,7 @@ SMI = "GPU-aa, 81559, 580.65.06, 9.0\nGPU-bb, 40960, 580.65.06\nGPU-cc, [N/A], [
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("variable", "expected"),
     [
         (None, (79.6, 40.0, None)),
         ("", ()),
@@ -337,9 +337,9 @@ SMI = "GPU-aa, 81559, 580.65.06, 9.0\nGPU-bb, 40960, 580.65.06\nGPU-cc, [N/A], [
         ("-1", ()),
     ],
 )
-def test_gpus_that_cuda_shows(wanted: str | None, expected: tuple[float | None, ...]) -> None:
-    found = hardware.visible(hardware.read_smi(SMI), wanted)
-    assert [None if gpu.gib is None else round(gpu.gib, 1) for gpu in found] == list(expected)
+def test_gpus_that_cuda_shows(variable: str | None, expected: tuple[float | None, ...]) -> None:
+    gpus = hardware.visible(hardware.read_smi(SMI), variable)
+    assert [None if gpu.gib is None else round(gpu.gib, 1) for gpu in gpus] == list(expected)
 
 
 def test_what_nvidia_smi_says_of_a_gpu() -> None:
@@ -351,28 +351,28 @@ def test_what_nvidia_smi_says_of_a_gpu() -> None:
 
 
 def test_sentences_of_nvidia_smi_are_gpus_without_numbers() -> None:
-    found = hardware.read_smi("GPU-aa, 81559, 580.65.06, 9.0, NVIDIA H100\nUnable to determine the handle\n")
-    assert [(gpu.gib is None, gpu.name) for gpu in found] == [(False, "NVIDIA H100"), (True, "")]
+    gpus = hardware.read_smi("GPU-aa, 81559, 580.65.06, 9.0, NVIDIA H100\nUnable to determine the handle\n")
+    assert [(gpu.gib is None, gpu.name) for gpu in gpus] == [(False, "NVIDIA H100"), (True, "")]
 
 
 def test_memory_that_the_driver_keeps_or_others_use_is_not_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi(tmp_path, "580.65.06", "8.9", monkeypatch)
-    told = "GPU-aa, 24564, 580.65.06, 8.9\nGPU-bb, 81559, 580.65.06, 9.0\n"
+    listing = "GPU-aa, 24564, 580.65.06, 8.9\nGPU-bb, 81559, 580.65.06, 9.0\n"
     used = "GPU-aa, 400, 0\nGPU-bb, 564, 10240\n"
     (tmp_path / "nvidia-smi").write_text(
-        f'#!/bin/sh\ncase "$1" in *memory.used*) printf "{used}" ;; *) printf "{told}" ;; esac\n'
+        f'#!/bin/sh\ncase "$1" in *memory.used*) printf "{used}" ;; *) printf "{listing}" ;; esac\n'
     )
-    found = hardware.present()
+    machine = hardware.present()
     # CUDA shows 23.6 GiB of a 4090 and 79.1 GiB of an H100, and a margin is left.
-    assert found.free_gib("cuda:0") == pytest.approx((24564 - 400) / 1024 - 0.25)
-    assert found.gpu_gib("cuda:1") == pytest.approx((81559 - 564) / 1024 - 0.25)
-    assert found.free_gib("cuda:1") == pytest.approx((81559 - 564 - 10240) / 1024 - 0.25)
+    assert machine.free_gib("cuda:0") == pytest.approx((24564 - 400) / 1024 - 0.25)
+    assert machine.gpu_gib("cuda:1") == pytest.approx((81559 - 564) / 1024 - 0.25)
+    assert machine.free_gib("cuda:1") == pytest.approx((81559 - 564 - 10240) / 1024 - 0.25)
     # A rank of the run, and a process that uses GPUs itself, take what was found before they did.
     for line in ("GPU-aa, 400, 9000\n", "[N/A]\n"):
         (tmp_path / "nvidia-smi").write_text(
-            f'#!/bin/sh\ncase "$1" in *memory.used*) printf "{line}" ;; *) printf "{told}" ;; esac\n'
+            f'#!/bin/sh\ncase "$1" in *memory.used*) printf "{line}" ;; *) printf "{listing}" ;; esac\n'
         )
         with monkeypatch.context() as rank:
             rank.setenv("WORLD_SIZE", "2")
@@ -445,7 +445,7 @@ echo "$row"
 
 
 @pytest.mark.parametrize(
-    ("driver", "capability", "said"),
+    ("driver", "capability", "message"),
     [
         (
             "570.133.20",
@@ -459,10 +459,10 @@ echo "$row"
     ],
 )
 def test_a_driver_or_gpu_that_is_too_old_is_refused(
-    driver: str, capability: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: str, capability: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi(tmp_path, driver, capability, monkeypatch)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         hardware.present()
     # As the message says.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -470,7 +470,7 @@ def test_a_driver_or_gpu_that_is_too_old_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("torch", "libcuda", "said"),
+    ("torch", "libcuda", "message"),
     [
         # As NVIDIA's package for forward compatibility brings it.
         ("2.13.0", 13000, None),
@@ -486,17 +486,17 @@ def test_a_driver_or_gpu_that_is_too_old_is_refused(
     ],
 )
 def test_an_older_driver_is_not_refused_where_it_does(
-    torch: str, libcuda: int | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    torch: str, libcuda: int | None, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi(tmp_path, "570.133.20", "9.0", monkeypatch, torch, libcuda)
-    if said is None:
+    if message is None:
         assert list(hardware.present().gpus) == [SIXTEEN]
         # An old GPU stays one, but for a torch of another CUDA.
         smi(tmp_path, "570.133.20", "7.0", monkeypatch, torch, libcuda)
         with nullcontext() if "cu126" in torch else pytest.raises(ConfigError, match=r"GPU 0 has .* 7\.0"):
             hardware.present()
     else:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             hardware.present()
 
 
@@ -506,8 +506,8 @@ def test_nvidia_smi_is_not_run_where_no_gpu_is_to_be_visible(
     smi(tmp_path, "580.65.06", "9.0", monkeypatch)
     ran = tmp_path / "ran"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ntouch {ran}\nexit 1\n")
-    for wanted in ("", " "):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    for variable in ("", " "):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
         assert hardware.present().gpus == ()
     assert not ran.exists()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -520,9 +520,9 @@ def test_gpus_that_compute_fast_in_bfloat16(
     capability: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi(tmp_path, "580.65.06", capability, monkeypatch)
-    found = hardware.present()
-    assert list(found.gpus) == [SIXTEEN]
-    assert found.has_fast_bfloat16(["cuda:0"]) is fast
+    machine = hardware.present()
+    assert list(machine.gpus) == [SIXTEEN]
+    assert machine.has_fast_bfloat16(["cuda:0"]) is fast
 
 
 def test_a_vllm_for_gpus_is_not_run_without_one(

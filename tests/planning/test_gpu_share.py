@@ -23,9 +23,9 @@ class Enough(Exception):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "share"), [(1, None, 0.4), (1, 0.6, 0.6), (2, None, 0.85), (2, 0.6, 0.6)]
+    ("gpus", "utilization", "share"), [(1, None, 0.4), (1, 0.6, 0.6), (2, None, 0.85), (2, 0.6, 0.6)]
 )
-def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share(gpus: int, utilization: float | None, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 
     def engine(source: str, **options: Any) -> None:
@@ -40,7 +40,7 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
     monkeypatch.setattr(ray_pool, "RayPool", pool)
     cfg = Config()
     cfg.inference_model.dtype = Dtype("bfloat16")
-    cfg.inference_model.gpu_memory_utilization = asked
+    cfg.inference_model.gpu_memory_utilization = utilization
     plan = placement.plan(build_request(cfg, asynchronous=False), gpus)
     source = build.EngineSource("weights", "model", plan, [2], torch.bfloat16, True)
     collect: Any = build.build_collector

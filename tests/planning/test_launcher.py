@@ -42,10 +42,10 @@ def exported(fields: dict[str, Any], folder: Path) -> dict[str, str]:
     arguments, _, _ = accelerate_launch._validate_launch_command(arguments)
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ""  # as launch_command() sets it
-        _, found = prepare_deepspeed_cmd_env(arguments)
+        _, variables = prepare_deepspeed_cmd_env(arguments)
     else:
-        found = prepare_multi_gpu_env(arguments)
-    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+        variables = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in variables.items() if os.environ.get(name) != value}
 
 
 def tell(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_files_of_the_project_need_no_note(
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (FSDP | {"fsdp_config": {"fsdp_version": 1}}, "fsdp_version=1: not used, the model is held by FSDP2"),
         (FSDP | {"fsdp_config": {"fsdp_offload_params": True}}, "fsdp_offload_params=true: .* stay on their"),
@@ -111,7 +111,7 @@ def test_the_files_of_the_project_need_no_note(
     ],
 )
 def test_a_field_that_is_not_used_is_named_in_one_line(
-    fields: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = (
         {**fields, "fsdp_config": {"fsdp_version": 2, **fields["fsdp_config"]}}
@@ -121,7 +121,7 @@ def test_a_field_that_is_not_used_is_named_in_one_line(
     tell(monkeypatch, whole, tmp_path)
     (line,) = launcher.notes()
     assert line.startswith("warning: accelerate launch: ") and "\n" not in line
-    assert re.search(said, line), line
+    assert re.search(message, line), line
 
 
 def test_every_field_is_used_refused_or_named(tmp_path: Path) -> None:
@@ -138,16 +138,16 @@ def test_every_field_is_used_refused_or_named(tmp_path: Path) -> None:
         assert not own - known - LAUNCHERS_OWN - LOADING - OF_DYNAMO
 
 
-@pytest.mark.parametrize("told", ["bf16", "fp16"])
-def test_the_number_format_is_taken_over(told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(monkeypatch, {"mixed_precision": told}, tmp_path)
-    assert resolve.resolved(Config()).train_model.autocast == told
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_number_format_is_taken_over(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(monkeypatch, {"mixed_precision": dtype}, tmp_path)
+    assert resolve.resolved(Config()).train_model.autocast == dtype
     cfg = Config()
     cfg.train_model.autocast = Autocast("no")
-    with pytest.raises(ConfigError, match=f"train_model.autocast=no: .*mixed_precision {told}; write"):
+    with pytest.raises(ConfigError, match=f"train_model.autocast=no: .*mixed_precision {dtype}; write"):
         resolve.resolved(cfg)
     # Shards cannot scale a loss, wherever the number format comes from.
-    if told == "fp16":
+    if dtype == "fp16":
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         with pytest.raises(ConfigError, match=r"write train_model\.autocast=bf16"):
             resolve.resolved(Config())
@@ -161,7 +161,7 @@ def test_activation_checkpointing_is_taken_over(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("PARALLELISM_CONFIG_TP_SIZE", "2", "parallelism_config_tp_size=2"),
         ("PARALLELISM_CONFIG_CP_SIZE", "4", "parallelism_config_cp_size=4"),
@@ -170,10 +170,10 @@ def test_activation_checkpointing_is_taken_over(tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_what_no_run_does_is_refused(
-    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         resolve.resolved(Config())
 
 

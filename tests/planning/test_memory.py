@@ -76,8 +76,8 @@ def predicted(
 
 
 def row(prediction: Prediction, role: str, phase: str) -> Row:
-    (found,) = [one for one in prediction.rows if (one.role, one.phase) == (role, phase)]
-    return found
+    (match,) = [entry for entry in prediction.rows if (entry.role, entry.phase) == (role, phase)]
+    return match
 
 
 # Shapes
@@ -263,10 +263,13 @@ def test_a_model_whose_sizes_nobody_knows(tmp_path: Path, monkeypatch: pytest.Mo
     why = "the hub gave no config.json of model.name=some/model (Name or service not known)"
     assert planned.peaks() == [f"memory: not predicted: {why}"]
     preflight.check_memory(planned)
-    for name, said in ((str(tmp_path / "nowhere"), "no folder"), (str(tmp_path), "does not name its sizes")):
+    for name, reason in (
+        (str(tmp_path / "nowhere"), "no folder"),
+        (str(tmp_path), "does not name its sizes"),
+    ):
         (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
         shape = read_shape(ModelConfig(name=name))
-        assert isinstance(shape, Unknown) and said in shape.why
+        assert isinstance(shape, Unknown) and reason in shape.why
 
 
 def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path) -> None:
@@ -278,8 +281,8 @@ def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code]
-    said = subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True, text=True)
-    assert "some/model" in said.stdout and "offline mode is enabled" in said.stdout
+    result = subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True, text=True)
+    assert "some/model" in result.stdout and "offline mode is enabled" in result.stdout
 
 
 def test_weights_of_layers_and_of_no_layer() -> None:
@@ -439,9 +442,9 @@ def test_masks_of_long_responses_take_memory_and_variable_lengths_none() -> None
     assert load.pairs == pytest.approx(16_384 * 16_896, rel=0.05)
     gpu = Hardware((80.0,), capabilities=((9, 0),))
     cfg.train_model.autocast = Autocast.bf16
-    one, masks = ["cuda:0"], memory.mask_bytes(load, True, "cuda")
+    devices, masks = ["cuda:0"], memory.mask_bytes(load, True, "cuda")
     assert masks == 2 * load.pairs and memory.mask_bytes(load, False, "cpu") == 0
-    assert memory.uses_varlen(cfg, one, gpu) and not memory.uses_varlen(cfg, ["cpu"], gpu)
+    assert memory.uses_varlen(cfg, devices, gpu) and not memory.uses_varlen(cfg, ["cpu"], gpu)
     peaks = {}
     for attention in ("varlen", "dense"):
         cfg.train_model.prefix_attention = PrefixAttention(attention)
@@ -449,9 +452,9 @@ def test_masks_of_long_responses_take_memory_and_variable_lengths_none() -> None
         peaks[attention] = row(memory.predict(cfg, plan, SEVEN_B, gpu), "train", "optimize").activations
     assert peaks["dense"] - peaks["varlen"] > masks
     cfg.train_model.prefix_attention = PrefixAttention.auto
-    assert not memory.uses_varlen(cfg, one, Hardware((80.0,), capabilities=((7, 5),)))
+    assert not memory.uses_varlen(cfg, devices, Hardware((80.0,), capabilities=((7, 5),)))
     cfg.train_model.autocast = Autocast.no
-    assert not memory.uses_varlen(cfg, one, gpu)
+    assert not memory.uses_varlen(cfg, devices, gpu)
 
 
 @pytest.mark.parametrize(
@@ -487,22 +490,22 @@ def test_a_step_takes_what_an_h100_reserved(size: str, attention: str, compiled:
 
 
 def test_an_engine_that_sleeps_needs_weights_before_each_round() -> None:
-    one = Hardware((80.0,), 64.0)
+    machine = Hardware((80.0,), 64.0)
     # On a GPU with room for both it stays awake.
-    assert not preflight.make(config(inference_model__backend="vllm"), False, one).plan.sleeps
-    one = Hardware((8.0,), 64.0)
+    assert not preflight.make(config(inference_model__backend="vllm"), False, machine).plan.sleeps
+    machine = Hardware((8.0,), 64.0)
     settings = {"inference_model__backend": "vllm", "train__optim_batch_size": Config().env.repeats}
     steps = steps_per_round(config(**settings))
     assert steps > 1
     for frequency in (1, steps):
         assert preflight.make(
-            config(train__weight_update_frequency=frequency, **settings), False, one
+            config(train__weight_update_frequency=frequency, **settings), False, machine
         ).plan.sleeps
     cfg = config(train__weight_update_frequency=2 * steps, **settings)
     with pytest.raises(ConfigError, match=rf"weight_update_frequency={steps} or inference_model.sleep=false"):
-        preflight.make(cfg, False, one)
+        preflight.make(cfg, False, machine)
     cfg.inference_model.sleep = False
-    assert not preflight.make(cfg, False, one).plan.sleeps
+    assert not preflight.make(cfg, False, machine).plan.sleeps
 
 
 def test_rows_on_a_gpu_with_an_engine_that_sleeps() -> None:
@@ -528,7 +531,7 @@ def test_adapters_have_small_gradients_and_no_reference() -> None:
     cfg.train_model.lora.rank = 16
     adapters = predicted(cfg)
     assert row(whole, "reference", "prepare").weights == 4 * SEVEN_B.parameters
-    assert not [one for one in adapters.rows if one.role == "reference"]
+    assert not [entry for entry in adapters.rows if entry.role == "reference"]
     small = row(adapters, "train", "optimize")
     assert small.gradients + small.optimizer < 0.1 * row(whole, "train", "optimize").gradients
 
@@ -554,12 +557,12 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
 
     def copies(**changes: object) -> float:
         """What autocast adds, as far as it does not shrink with the activations' format."""
-        found = []
+        activations = []
         for base in ("float32", "bfloat16"):
             cfg = config(train_model__autocast="bf16", **changes)
             cfg.train_model.lora.rank, cfg.train_model.lora.base_dtype = 16, Dtype(base)
-            found.append(row(predicted(cfg), "train", "optimize").activations)
-        return found[0] - found[1]
+            activations.append(row(predicted(cfg), "train", "optimize").activations)
+        return activations[0] - activations[1]
 
     # A base of 16 bits is computed with as it is; of one in float32 the backward pass keeps what was cast.
     assert copies() == 2 * whole
@@ -605,8 +608,8 @@ def test_the_reference_is_held_as_the_policy_computes() -> None:
     matrices = SEVEN_B.parameters - SEVEN_B.outer
     for autocast, mix, element in (("no", 1.0, 4), ("bf16", 1.0, 2), ("bf16", 0.5, 4)):
         cfg.train_model.autocast, cfg.ref_model.refresh_mix = Autocast(autocast), mix
-        found = row(predicted(cfg), "reference", "prepare").weights
-        assert found == 4 * SEVEN_B.outer + element * matrices
+        weights = row(predicted(cfg), "reference", "prepare").weights
+        assert weights == 4 * SEVEN_B.outer + element * matrices
 
 
 def test_a_gpu_without_bfloat16_computes_in_float32() -> None:
@@ -614,8 +617,8 @@ def test_a_gpu_without_bfloat16_computes_in_float32() -> None:
     plan = placement.plan(build_request(cfg, False), 1)
     element = {}
     for capability in ((7, 5), (8, 0)):
-        found = memory.predict(cfg, plan, SEVEN_B, Hardware((80.0,), 64.0, (capability,)))
-        element[capability] = row(found, "inference", "generate").weights / SEVEN_B.parameters
+        prediction = memory.predict(cfg, plan, SEVEN_B, Hardware((80.0,), 64.0, (capability,)))
+        element[capability] = row(prediction, "inference", "generate").weights / SEVEN_B.parameters
     assert element == {(7, 5): 4, (8, 0): 2}
 
 
@@ -630,22 +633,22 @@ def test_shards_divide_what_is_trained() -> None:
 def test_a_rank_loads_all_of_what_it_divides(kind: str) -> None:
     cfg = config(train_model__num_devices=7, train_model__parallelism=kind)
     cfg.train_model.gradient_checkpointing, cfg.train.max_tokens_per_microbatch = True, 1024
-    found = predicted(cfg, (24.0,) * 8)
+    prediction = predicted(cfg, (24.0,) * 8)
     # CUDA's own is there beside it; the engine starts later.
-    assert found.need("cuda:0", "load") == 4 * SEVEN_B.parameters + 0.7 * GIB
-    assert found.need("cuda:7", "load") == 0.7 * GIB
+    assert prediction.need("cuda:0", "load") == 4 * SEVEN_B.parameters + 0.7 * GIB
+    assert prediction.need("cuda:7", "load") == 0.7 * GIB
     alone = config(train_model__parallelism=kind)
-    for one in (config(train_model__num_devices=7), alone):
+    for undivided in (config(train_model__num_devices=7), alone):
         # Who holds all of it for good takes more later.
-        assert not [entry for entry in predicted(one, (24.0,) * 8).rows if entry.phase == "load"]
+        assert not [entry for entry in predicted(undivided, (24.0,) * 8).rows if entry.phase == "load"]
 
 
 def test_deepspeed_divides_what_it_says_and_updates_a_copy() -> None:
     whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimize")
     for kind, weights in (("deepspeed_zero2", 1 + 1 / 4), ("deepspeed_zero3", 2 / 4)):
         cfg = config(train_model__num_devices=4, train_model__parallelism=kind)
-        found = row(predicted(cfg, (80.0,) * 8), "train", "optimize")
-        assert found.weights == whole.weights * weights and found.optimizer == whole.optimizer / 4
+        part = row(predicted(cfg, (80.0,) * 8), "train", "optimize")
+        assert part.weights == whole.weights * weights and part.optimizer == whole.optimizer / 4
 
 
 def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
@@ -656,34 +659,34 @@ def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
-    one = predicted(config(), apart=True)
+    single = predicted(config(), apart=True)
     three = predicted(config(inference_model__num_devices=3), apart=True)
-    worker = row(one, "inference", "generate").total + row(one, "program", "all").total
-    assert three.peak("cpu")[0] - one.peak("cpu")[0] == pytest.approx(2 * worker)
+    worker = row(single, "inference", "generate").total + row(single, "program", "all").total
+    assert three.peak("cpu")[0] - single.peak("cpu")[0] == pytest.approx(2 * worker)
     # Workers generate while the trainer trains; in one process the two take turns.
-    assert one.peak("cpu")[0] > predicted(config()).peak("cpu")[0]
+    assert single.peak("cpu")[0] > predicted(config()).peak("cpu")[0]
 
 
 def test_servers_have_more_processes_and_one_copy_of_the_weights_on_the_way() -> None:
     options = {"inference_model__backend": "vllm_server"}
     workers = predicted(config(inference_model__backend="vllm"), apart=True)
-    one = predicted(config(**options))
+    prediction = predicted(config(**options))
     two = predicted(config(inference_model__num_devices=2, **options))
-    weights = row(one, "inference", "generate").weights
-    server = one.peak("cpu")[0] - workers.peak("cpu")[0]
+    weights = row(prediction, "inference", "generate").weights
+    server = prediction.peak("cpu")[0] - workers.peak("cpu")[0]
     assert server == pytest.approx(1.5 * GIB)
     # A server that runs ahead may start again while the trainer's weights have moved on.
-    copied = predicted(config(**options), apart=True).peak("cpu")[0] - one.peak("cpu")[0]
+    copied = predicted(config(**options), apart=True).peak("cpu")[0] - prediction.peak("cpu")[0]
     assert copied == pytest.approx(weights)
-    each = row(one, "inference", "generate").total + row(one, "program", "all").total + server
-    assert two.peak("cpu")[0] - one.peak("cpu")[0] == pytest.approx(each)
+    each = row(prediction, "inference", "generate").total + row(prediction, "program", "all").total + server
+    assert two.peak("cpu")[0] - prediction.peak("cpu")[0] == pytest.approx(each)
     there = config(inference_model__servers=["unix:/a"], **options)
-    assert not [one for one in predicted(there).rows if one.role == "inference"]
+    assert not [entry for entry in predicted(there).rows if entry.role == "inference"]
 
 
 def test_workers_of_a_cluster_are_not_counted_here() -> None:
     cfg = config(inference_model__num_devices=4, ray__address="auto")
-    assert not [one for one in predicted(cfg, apart=True).rows if one.role == "inference"]
+    assert not [entry for entry in predicted(cfg, apart=True).rows if entry.role == "inference"]
 
 
 @pytest.mark.parametrize(
@@ -794,10 +797,10 @@ def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     _, planned = a_7b(inference_model__gpu_memory_utilization=0.15)
     with pytest.raises(ConfigError) as caught:
         preflight.check_memory(planned(400.0, 80.0, apart=True))
-    said = str(caught.value)
-    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave too little room" in said
+    message = str(caught.value)
+    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave too little room" in message
     # With the largest batch of vLLM on such a GPU, which is tried when it starts.
-    assert "14.19 GiB; write inference_model.gpu_memory_utilization=0.25" in said
+    assert "14.19 GiB; write inference_model.gpu_memory_utilization=0.25" in message
     _, planned = a_7b(inference_model__gpu_memory_utilization=0.9)
     with pytest.raises(ConfigError, match=r"=0\.9: .*write a smaller model as model.name "):
         preflight.check_memory(planned(400.0, 12.0, apart=True))
@@ -877,9 +880,9 @@ def test_a_smaller_cache_is_advised_only_as_far_as_vllm_starts(
     assert needs is not None
     for less, advised in ((5.5, True), (6.5, False)):
         preflight.report(cfg, False, Hardware((), needs.peak("cpu")[0] / GIB - less))
-        said = capsys.readouterr().out
-        assert ("; inference_model.kv_cache_gib=2 " in said) is advised
-        assert "kv_cache_gib=1" not in said
+        output = capsys.readouterr().out
+        assert ("; inference_model.kv_cache_gib=2 " in output) is advised
+        assert "kv_cache_gib=1" not in output
 
 
 @pytest.mark.parametrize(("gib", "some"), [(24.0, False), (44.0, True), (48.0, True)])
@@ -953,12 +956,12 @@ def test_a_sweep_that_cannot_run_is_refused_by_its_dry_run_too(tmp_path: Path, t
         "train_model.num_devices=1,2",
         "inference_model.backend=transformers",
     ]
-    said = []
+    errors = []
     for dry in ("true", "false"):
         result = dry_run("grpo.py", tmp_path, "--multirun", *words, f"dry_run={dry}")
         assert result.returncode == 2
-        said.append(next(line for line in result.stderr.splitlines() if line.startswith("error: ")))
-    assert said[0] == said[1] and "train_model.num_devices=[1,2]: all jobs of a sweep" in said[0]
+        errors.append(next(line for line in result.stderr.splitlines() if line.startswith("error: ")))
+    assert errors[0] == errors[1] and "train_model.num_devices=[1,2]: all jobs of a sweep" in errors[0]
     assert list(tmp_path.iterdir()) == []
 
 

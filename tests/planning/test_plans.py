@@ -75,9 +75,9 @@ def every_plan(cfg: Config, size: str, asynchronous: bool, machine: Hardware) ->
         # Beside no trainer a share matters little, so fewer of them are enough there.
         shares = [step / 20 for step in (range(1, 18) if engines == "auto" else (5, 9, 13, 17))]
         for share, sleeps in itertools.product(shares, (False, True)):
-            wanted = replace(request, gpu_memory_utilization=share, sleep=sleeps)
+            variant = replace(request, gpu_memory_utilization=share, sleep=sleeps)
             try:
-                plan = placement.plan(wanted, gpus)
+                plan = placement.plan(variant, gpus)
             except ConfigError:
                 continue
             for tokens in (2**power for power in range(12, 17)):
@@ -203,7 +203,7 @@ def test_a_gpu_has_the_speeds_of_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     of = {
         name: speeds.of(there("1x80", name)) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA X")
     }
-    assert [round(found.tflops) for found in of.values()] == [233, 270, 737]
+    assert [round(speed.tflops) for speed in of.values()] == [233, 270, 737]
     assert "by its data sheet" in of["NVIDIA L40S"].source
     assert "make gpu-check measures them" in of["NVIDIA X"].source
     assert speeds.of(Hardware((80.0,))).tflops == of["NVIDIA X"].tflops
@@ -212,9 +212,9 @@ def test_a_gpu_has_the_speeds_of_its_name(monkeypatch: pytest.MonkeyPatch) -> No
 def test_measured_speeds_are_kept_and_used(tmp_path: Path) -> None:
     speeds.write("NVIDIA X", {"tflops": 100.0, "tb_per_s": 1.0, "gpus": 8.0})
     speeds.write("NVIDIA X", {"layer_ms": 3.0})
-    found = speeds.of(there("1x80", "NVIDIA X"))
-    assert (found.tflops, found.tb_per_s, found.layer_ms) == (100.0, 1.0, 3.0)
-    assert found.source == "NVIDIA X, as measured by make gpu-check"
+    speed = speeds.of(there("1x80", "NVIDIA X"))
+    assert (speed.tflops, speed.tb_per_s, speed.layer_ms) == (100.0, 1.0, 3.0)
+    assert speed.source == "NVIDIA X, as measured by make gpu-check"
     assert speeds.path().is_relative_to(tmp_path)
     speeds.path().write_text('{"NVIDIA X": 1}')
     with pytest.raises(ConfigError, match=r"gpu_speeds\.json: the file is damaged .*; delete it"):

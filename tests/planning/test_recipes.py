@@ -103,8 +103,8 @@ def test_the_default_model_is_that_of_the_machine(
 ) -> None:
     monkeypatch.setattr(hardware, "present", lambda: MACHINES[recipe])
     cfg = with_model(read(name))
-    wanted = resolve.WITH_GPU if MACHINES[recipe].gpus else resolve.WITHOUT_GPU
-    assert cfg.model.name == wanted
+    expected = resolve.WITH_GPU if MACHINES[recipe].gpus else resolve.WITHOUT_GPU
+    assert cfg.model.name == expected
     preflight.make(on_disk(cfg, tmp_path), False, MACHINES[recipe])
 
 

@@ -35,25 +35,25 @@ def planned(
 
 
 def test_the_budget_is_what_the_memory_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = ("env.num_envs=64", "train_model.gradient_checkpointing=true")
-    small, large = (planned(monkeypatch, there, *many).budget for there in (SMALL, LARGE))
+    overrides = ("env.num_envs=64", "train_model.gradient_checkpointing=true")
+    small, large = (planned(monkeypatch, there, *overrides).budget for there in (SMALL, LARGE))
     assert 4096 < small.tokens < large.tokens == token_budget.MOST
     assert "80% of a GPU's memory" in small.why and large.why == "more gains nothing"
     # It is the largest: with one step more, the trainer would take more than its share.
-    found = planned(monkeypatch, SMALL, *many)
+    run = planned(monkeypatch, SMALL, *overrides)
     for tokens, fits in ((small.tokens, True), (small.tokens + 4096, False)):
-        cfg = token_budget.with_budget(found.cfg, tokens)
-        needs = memory.predict(cfg, found.plan, HALF_B, SMALL)
+        cfg = token_budget.with_budget(run.cfg, tokens)
+        needs = memory.predict(cfg, run.plan, HALF_B, SMALL)
         most = max(needs.need("cuda:0", phase) for phase in ("prepare", "optimize"))
         assert (most <= 0.8 * 23.99 * GIB) == fits
 
 
 def test_the_default_recipe_is_one_micro_batch_on_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(monkeypatch, LARGE)
+    run = planned(monkeypatch, LARGE)
     # 64 responses of 256 tokens, and 8 prompts of 768.
-    assert found.budget.tokens >= 64 * 256 + 8 * 768
-    assert found.plan.token_budget == found.budget.tokens and found.budget.why == "the whole step at once"
-    assert f"micro-batches: at most {found.budget.tokens} tokens (the whole step at once)" in found.peaks()
+    assert run.budget.tokens >= 64 * 256 + 8 * 768
+    assert run.plan.token_budget == run.budget.tokens and run.budget.why == "the whole step at once"
+    assert f"micro-batches: at most {run.budget.tokens} tokens (the whole step at once)" in run.peaks()
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,16 @@ def test_a_budget_that_memory_does_not_decide(
     words: list[str], there: Hardware, tokens: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = [] if there.gpus else ["inference_model.backend=transformers"]
-    found = planned(monkeypatch, there, *words, *backend)
-    assert (found.budget.tokens, found.plan.token_budget) == (tokens, tokens)
-    assert why in found.budget.why
+    run = planned(monkeypatch, there, *words, *backend)
+    assert (run.budget.tokens, run.plan.token_budget) == (tokens, tokens)
+    assert why in run.budget.why
 
 
 def test_a_model_that_does_not_fit_has_the_least_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(monkeypatch, LARGE, shape=SEVEN_B)
-    assert found.budget.tokens == 4096 and found.budget.why.startswith("the least")
+    run = planned(monkeypatch, LARGE, shape=SEVEN_B)
+    assert run.budget.tokens == 4096 and run.budget.why.startswith("the least")
     with pytest.raises(ConfigError, match=r"are needed on cuda:0"):
-        preflight.check_memory(found)
+        preflight.check_memory(run)
 
 
 def test_a_gpu_decodes_more_responses_than_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +87,16 @@ def test_a_gpu_decodes_more_responses_than_a_round(monkeypatch: pytest.MonkeyPat
     assert "engine: at most 256 responses at a time" in planned(monkeypatch, LARGE).peaks()
     # Neither a CPU nor transformers changes.
     for there in (Hardware((), 64.0), LARGE):
-        found = planned(monkeypatch, there, "inference_model.backend=transformers")
-        assert found.plan.max_num_seqs is None
+        run = planned(monkeypatch, there, "inference_model.backend=transformers")
+        assert run.plan.max_num_seqs is None
     assert max_num_seqs(read()) == 64
 
 
 def test_memory_bounds_the_responses_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("env.num_envs=4", "eval.num_problems=500", "inference_model.gpu_memory_utilization=0.2")
-    found = planned(monkeypatch, SMALL, *words)
-    room, many = found.room_for_sequences, found.plan.max_num_seqs
-    assert room is not None and many is not None and 64 < many == room < 500
+    run = planned(monkeypatch, SMALL, *words)
+    room, at_a_time = run.room_for_sequences, run.plan.max_num_seqs
+    assert room is not None and at_a_time is not None and 64 < at_a_time == room < 500
     cache = memory.cache_of(HALF_B, 2, room * 1024)
     assert cache < 0.2 * 23.99 * GIB - 2 * HALF_B.parameters
     # A round is never divided for it.
@@ -126,13 +126,13 @@ def test_moments_wait_in_host_memory_where_that_decides(
     words: list[str], gib: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = Hardware((gib,), 64.0, ((9, 0),))
-    found = planned(monkeypatch, there, *words, shape=ONE_B)
-    assert found.plan.offload_optimizer == expected
-    assert ("optimizer: its moments wait in host memory while the engine generates" in found.peaks()) == (
+    run = planned(monkeypatch, there, *words, shape=ONE_B)
+    assert run.plan.offload_optimizer == expected
+    assert ("optimizer: its moments wait in host memory while the engine generates" in run.peaks()) == (
         expected
     )
-    assert found.prediction is not None
-    held = {row.phase: row.optimizer for row in found.prediction.rows if row.role == "train"}
+    assert run.prediction is not None
+    held = {row.phase: row.optimizer for row in run.prediction.rows if row.role == "train"}
     assert held["optimize"] == 8 * ONE_B.parameters
     assert held["generate"] == held["prepare"] == (0 if expected else 8 * ONE_B.parameters)
 

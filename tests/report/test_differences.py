@@ -200,7 +200,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 
 def test_keys_that_differ_are_marked_and_secrets_are_named_only(tmp_path: Path) -> None:
     grades = {0: {"p": 1.0}}
-    one = {
+    changed = {
         "reward": {"args": {"key": "hf_secret1"}},
         "model": {"name": "/home/me/secret", "chat_template": None},
     }
@@ -209,7 +209,7 @@ def test_keys_that_differ_are_marked_and_secrets_are_named_only(tmp_path: Path) 
         "model": {"name": "smollm2-135m", "chat_template": None},
     }
     runs = [
-        write_evaluations(tmp_path / "a", grades, {**A, **one}),
+        write_evaluations(tmp_path / "a", grades, {**A, **changed}),
         write_evaluations(tmp_path / "b", grades, {**B, **two}),
         write_evaluations(tmp_path / "c", grades),
     ]

@@ -80,11 +80,11 @@ def test_pictures_are_small_and_bounded(tmp_path: Path) -> None:
     # The same words about other pictures are another problem.
     assert len(set(read(tmp_path)["rollouts"]["problem"])) == 3
     # The newest have the room.
-    one = len(texts["pictures"][names[2]])
-    assert read(tmp_path, characters=3 * one * 3 // 2)["texts"]["pictures"].keys() == {names[2]}
+    size = len(texts["pictures"][names[2]])
+    assert read(tmp_path, characters=3 * size * 3 // 2)["texts"]["pictures"].keys() == {names[2]}
     held_out = {"step": 0, "id": "a", "prompt": "p", "response": "r", "grade": 1.0, "pictures": names[:1]}
     write_lines(tmp_path / "evaluations.jsonl", [held_out])
-    texts = read(tmp_path, characters=3 * one * 3 // 2)["texts"]
+    texts = read(tmp_path, characters=3 * size * 3 // 2)["texts"]
     assert texts["held_out"][0]["pictures"] == names[:1] and texts["pictures"].keys() == {names[0]}
 
 

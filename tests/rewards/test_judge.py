@@ -39,10 +39,10 @@ def config(url: str = "http://127.0.0.1:1/v1", **args: Any) -> Config:
     cfg = Config()
     cfg.env.dataset, cfg.env.data_path = "jsonl", __file__
     cfg.reward.functions = {"quality": "judge"}
-    asked = {"rubric": "It is long.", "retries": 2, "backoff_s": 0.001}
+    options = {"rubric": "It is long.", "retries": 2, "backoff_s": 0.001}
     if "criteria" in args:
-        del asked["rubric"]
-    cfg.reward.args = {"quality": {"url": url, "model": "m", **asked, **args}}
+        del options["rubric"]
+    cfg.reward.args = {"quality": {"url": url, "model": "m", **options, **args}}
     return cfg
 
 
@@ -274,10 +274,10 @@ def test_a_judge_that_comes_back_is_asked_as_often_as_before() -> None:
 
 def test_closing_ends_a_wait() -> None:
     rewards: list[RewardSet] = []
-    asked = threading.Event()
+    requested = threading.Event()
 
     def answer(request: dict[str, Any], number: int) -> Reply:
-        asked.set()
+        requested.set()
         return Reply(hangs=True)
 
     with FakeJudge(answer) as judge:
@@ -285,7 +285,7 @@ def test_closing_ends_a_wait() -> None:
         done: list[list[ResponseScore]] = []
         thread = threading.Thread(target=lambda: done.append(rewards[0].score(["x"], EXAMPLES[:1])))
         thread.start()
-        asked.wait()
+        requested.wait()
         rewards[0].close()
         thread.join()
     assert "closed" in done[0][0].errors["quality"]

@@ -358,15 +358,15 @@ def gsm8k(folder: Path | None) -> list[tuple[str, str]]:
     return [(row["question"], row["answer"].rpartition("####")[2].strip()) for row in rows]
 
 
-def side_by_side(found: tuple[str, ...]) -> Iterator[str]:
+def side_by_side(numbers: tuple[str, ...]) -> Iterator[str]:
     for separator in SEPARATORS:
-        yield separator.join(found)
-    yield "".join(f"({number})" for number in found)
-    yield "".join(f"{{{number}}}" for number in found)
-    yield rf"\{{{','.join(found)}\}}"
-    yield rf"{found[0]} \frac{{cm}}{{{found[1]}}}"
-    yield ", ".join(f"{name}={number}" for name, number in zip("xyz", found, strict=False))
-    yield " ".join(found).translate({ord(str(digit)): chr(0xFF10 + digit) for digit in range(10)})
+        yield separator.join(numbers)
+    yield "".join(f"({number})" for number in numbers)
+    yield "".join(f"{{{number}}}" for number in numbers)
+    yield rf"\{{{','.join(numbers)}\}}"
+    yield rf"{numbers[0]} \frac{{cm}}{{{numbers[1]}}}"
+    yield ", ".join(f"{name}={number}" for name, number in zip("xyz", numbers, strict=False))
+    yield " ".join(numbers).translate({ord(str(digit)): chr(0xFF10 + digit) for digit in range(10)})
 
 
 @pytest.mark.slow
@@ -381,13 +381,13 @@ def test_numbers_of_the_question_earn_nothing(shared_data: Path | None) -> None:
     for question, truth in gsm8k(shared_data):
         numbers = list(dict.fromkeys(NUMBER.findall(question)))[:6]
         value = Fraction(truth.replace(",", ""))
-        for found in itertools.chain(itertools.combinations(numbers, 2), itertools.combinations(numbers, 3)):
-            values = [Fraction(number.replace(",", "")) for number in found]
+        for chosen in itertools.chain(itertools.combinations(numbers, 2), itertools.combinations(numbers, 3)):
+            values = [Fraction(number.replace(",", "")) for number in chosen]
             results = [sum(values), math.prod(values), *(values if len(values) == 2 else [])]
             if value not in results and draw.random() > 0.02:
                 continue
             turn = next(turns)
-            for number, text in enumerate(side_by_side(found)):
+            for number, text in enumerate(side_by_side(chosen)):
                 answer = AROUND[(turn + number) % len(AROUND)].format(text)
                 tried += 1
                 if verdict(answer, truth) != 0.0:

@@ -200,13 +200,13 @@ def test_a_function_of_the_user_scores(
     expected: list[float],
 ) -> None:
     scores = scored(function, ["abc", "de"], **arguments)
-    assert [one.errors for one in scores] == [{}, {}]
-    assert [one.total for one in scores] == expected
-    assert [one.parts["own"] for one in scores] == expected
+    assert [score.errors for score in scores] == [{}, {}]
+    assert [score.total for score in scores] == expected
+    assert [score.parts["own"] for score in scores] == expected
 
 
 def test_parts_of_a_function_are_logged(scored: Callable[..., list[ResponseScore]]) -> None:
-    assert [one.parts for one in scored("parts", ["", ""])] == [
+    assert [score.parts for score in scored("parts", ["", ""])] == [
         {"own": 0.5, "own/level": 3.0},
         {"own": 0.5, "own/level": 5.0},
     ]
@@ -253,7 +253,7 @@ def test_processes_that_a_function_started_end_with_it(
 def test_a_function_reads_nothing_and_prints_to_the_log(
     scored: Callable[..., list[ResponseScore]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert [one.total for one in scored("reads", ["", ""])] == [7.0, 7.0]
+    assert [score.total for score in scored("reads", ["", ""])] == [7.0, 7.0]
     scored("listed", ["", ""])
     assert capfd.readouterr().err.count("this goes to the log") == 2, "once for each group"
 
@@ -266,7 +266,7 @@ def test_comparisons_are_those_of_one_prompt(scored: Callable[..., list[Response
         scores = rewards.score(["aaa", "a", "aa", "b", "bb"], examples)
     finally:
         rewards.close()
-    assert [one.total for one in scores] == [2.0, 0.0, 1.0, 0.0, 1.0]
+    assert [score.total for score in scores] == [2.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_comparisons_stay_within_a_group_if_two_groups_have_one_problem(
@@ -277,11 +277,11 @@ def test_comparisons_stay_within_a_group_if_two_groups_have_one_problem(
         scores = rewards.score(["aaaa", "a", "aa", "aaa"], [EXAMPLES[0]] * 4)
     finally:
         rewards.close()
-    assert [one.total for one in scores] == [1.0, 0.0, 0.0, 1.0]
+    assert [score.total for score in scores] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_an_argument_is_not_replaced_by_a_column(scored: Callable[..., list[ResponseScore]]) -> None:
-    assert [one.total for one in scored("leveled", ["", ""], level=9)] == [9.0, 9.0]
+    assert [score.total for score in scored("leveled", ["", ""], level=9)] == [9.0, 9.0]
 
 
 def test_a_class_is_created_in_its_own_processes_alone(
@@ -373,12 +373,12 @@ def test_a_function_without_a_weight_counts_with_1_unless_it_only_grades(
     Path("rows.jsonl").touch()
     validate(cfg)
     assert check_weights(cfg) == counted and list(check_weights(cfg)) == list(counted)
-    said = joined_rewards(cfg)
-    assert said is None if note is None else note in str(said)
+    warning = joined_rewards(cfg)
+    assert warning is None if note is None else note in str(warning)
 
 
 @pytest.mark.parametrize(
-    ("weights", "asked", "grades"),
+    ("weights", "chosen", "grades"),
     [
         ({}, None, "own"),
         ({"own": 0.1, "format": 1.0}, None, "own"),
@@ -391,9 +391,9 @@ def test_a_function_without_a_weight_counts_with_1_unless_it_only_grades(
     ],
 )
 @pytest.mark.usefixtures("rows")
-def test_the_heaviest_reward_grades(weights: dict[str, float], asked: str | None, grades: str) -> None:
+def test_the_heaviest_reward_grades(weights: dict[str, float], chosen: str | None, grades: str) -> None:
     cfg = config("length")
-    cfg.reward.weights, cfg.eval.reward = weights, asked
+    cfg.reward.weights, cfg.eval.reward = weights, chosen
     assert eval_reward_name(cfg) == grader_name(cfg) == grades
 
 
@@ -455,8 +455,8 @@ def test_examples_have_the_columns_of_their_rows(tmp_path: Path, monkeypatch: py
     cfg = config("length")
     cfg.eval.num_problems = 1
     problems = load(cfg)
-    found = [one.columns for one in [*problems.train, *problems.held_out]]
-    assert sorted(found, key=str) == sorted(rows, key=str)
+    columns = [example.columns for example in [*problems.train, *problems.held_out]]
+    assert sorted(columns, key=str) == sorted(rows, key=str)
 
 
 @pytest.mark.parametrize(
@@ -502,10 +502,10 @@ def test_a_function_that_cannot_be_used_is_one_clear_message(
     (tmp_path / "failing.py").write_text("raise RuntimeError('not today')\n")
     cfg = config("", arguments)
     cfg.reward.functions = {"own": spec}
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         check_weights(cfg)
-    assert message in str(told.value)
-    assert str(told.value).startswith(("reward.functions.own", "reward.args.own"))
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(("reward.functions.own", "reward.args.own"))
 
 
 @pytest.mark.parametrize(
@@ -529,9 +529,9 @@ def test_keys_that_do_not_fit_are_told_before_anything_is_loaded(
 ) -> None:
     cfg = config("length")
     cfg.reward.functions, cfg.reward.args, cfg.eval.reward = functions, args, grader
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         validate(cfg)
-    assert message in str(told.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.usefixtures("rows")

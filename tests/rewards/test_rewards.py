@@ -683,10 +683,10 @@ def test_tags_that_no_prompt_asks_for_are_spoken_of(
     for name, value in env.items():
         setattr(cfg.env, name, value)
     example = Example("jsonl/train/1", [{"role": "user", "content": content}], {"answer": "3"})
-    said = unasked_tags(cfg, example)
-    assert (said is not None) is warns
-    if said is not None:
-        assert "jsonl/train/1" in said and "write env.answer_format=plain" in said
+    warning = unasked_tags(cfg, example)
+    assert (warning is not None) is warns
+    if warning is not None:
+        assert "jsonl/train/1" in warning and "write env.answer_format=plain" in warning
 
 
 def test_graders_say_what_they_measure() -> None:

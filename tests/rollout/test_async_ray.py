@@ -82,7 +82,7 @@ def orphans() -> Iterator[list[psutil.Process]]:
     processes: list[psutil.Process] = []
     yield processes
     _, alive = psutil.wait_procs(processes, timeout=LINGER_S)
-    assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
+    assert not alive, [" ".join(process.cmdline())[:100] for process in alive]
 
 
 @contextlib.contextmanager
@@ -117,19 +117,19 @@ def everybody_until_the_end(process: ForkedPopen) -> list[psutil.Process]:
     end = time.monotonic() + 400
     while process.poll() is None:
         assert time.monotonic() < end, "the run does not end"
-        seen |= {one.pid: one for one in family(process.pid)}
+        seen |= {member.pid: member for member in family(process.pid)}
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
     return list(seen.values())
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    books = found["groups"]
+    contents: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    books = contents["groups"]
     assert (
         books["issued"] == books["trained"] + books["dropped_age"] + books["dropped_filter"] + books["left"]
     )
-    return found
+    return contents
 
 
 def output(folder: Path) -> str:
@@ -161,9 +161,9 @@ def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
     more = ["collector.max_restarts=0", "train.checkpoint_frequency=0", "hydra.run.dir=run"]
     with started(repo_root, tmp_path, *words, *more, "train.total_dialog_turns=160000") as process:
         processes = wait_for(process, run / "metrics.jsonl", 3)
-        nodes = [one for one in processes if one.name() == "raylet"]
+        nodes = [node for node in processes if node.name() == "raylet"]
         # Old weights leave the object store at once, not when a second has passed.
-        assert [one.environ()["RAY_free_objects_period_milliseconds"] for one in nodes] == ["10"]
+        assert [node.environ()["RAY_free_objects_period_milliseconds"] for node in nodes] == ["10"]
         target = victim(process.pid, "worker", random.Random(0))
         assert target is not None
         target.kill()
@@ -242,12 +242,12 @@ def test_ray_leaves_terminations_to_the_run(tmp_path: Path) -> None:
 
 def in_cluster(name: str) -> list[psutil.Process]:
     """Processes of this name below this process, which has started the cluster's nodes."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
+    processes = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if name in " ".join(one.cmdline()):
-                found.append(one)
-    return found
+            if name in " ".join(process.cmdline()):
+                processes.append(process)
+    return processes
 
 
 @pytest.fixture(scope="module")
@@ -283,14 +283,16 @@ def test_a_killed_worker_and_a_killed_reference_are_replaced_on_a_running_cluste
     with started(repo_root, tmp_path, *words, *more) as process:
         wait_for(process, run / "metrics.jsonl", 2)
         workers, references = in_cluster("ray::RolloutActor"), in_cluster("ray::ReferenceScorer")
-        assert len({one.ppid() for one in workers}) == 2, "each worker is a child of its own node's process"
+        assert len({worker.ppid() for worker in workers}) == 2, (
+            "each worker is a child of its own node's process"
+        )
         assert len(references) == 1
         references[0].kill()
         workers[0].kill()
         assert process.wait(timeout=400) == 0, output(tmp_path)
     assert "reference  ray      cluster    1 actor, where ray.address puts them" in output(tmp_path)
-    found = summary(run)
-    assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
+    result = summary(run)
+    assert result["worker_restarts"] == 1 and result["groups"]["trained"] == 40
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("policy/age_max", 0) for line in metrics) <= 1
     assert metrics[-1]["workers/slowest"] in (0, 1)
@@ -379,11 +381,11 @@ def test_kills_at_random_moments(
     # With this seed the worker dies, then the trainer, and the node process last.
     argv = ["--kills", "3", "--seed", "98", "--longest", "4", "--folder", "soak", "env=jsonl", *words]
     code = soak.main([*argv, "inference_model.num_devices=1"])
-    said = capfd.readouterr().out
-    print(said)
+    output = capfd.readouterr().out
+    print(output)
     assert code == 0
-    assert "3 kills" in said and all(f"'{kind}': 1" in said for kind in soak.KINDS)
-    assert "FAILS" not in said
+    assert "3 kills" in output and all(f"'{kind}': 1" in output for kind in soak.KINDS)
+    assert "FAILS" not in output
 
 
 @pytest.mark.float32
@@ -392,8 +394,8 @@ def test_pictures_reach_a_worker_and_the_reference(repo_root: Path, tmp_path: Pa
     pictured = ["env.dataset=pictures", "env.data_path=null", "env.task_args={kinds:[dice],size:48}"]
     pictured += [f"model.name={model}", "model.pictures=true", "policy.kl_coef=0.1", "hydra.run.dir=run"]
     pictured += ["train.total_dialog_turns=32", "train.checkpoint_frequency=0", "eval.num_problems=2"]
-    given = [word for word in words if word.partition("=")[0] not in {w.partition("=")[0] for w in pictured}]
-    with started(repo_root, tmp_path, *given, *pictured) as process:
+    kept = [word for word in words if word.partition("=")[0] not in {w.partition("=")[0] for w in pictured}]
+    with started(repo_root, tmp_path, *kept, *pictured) as process:
         assert process.wait(timeout=580) == 0, output(tmp_path)
     assert summary(tmp_path / "run")["groups"]["trained"] == 8
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
@@ -416,8 +418,8 @@ def test_vllm_takes_weights_in_flight_from_two_training_ranks(
     with started(repo_root, tmp_path, *words, *small, *more) as process:
         assert process.wait(timeout=580) == 0, output(tmp_path)
     assert "one worker, a process of its own" in output(tmp_path)
-    found = summary(run)
-    assert found["groups"]["trained"] == 16 and found["worker_restarts"] == 0
+    result = summary(run)
+    assert result["groups"]["trained"] == 16 and result["worker_restarts"] == 0
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 1 <= max(line.get("policy/age_max", 0) for line in metrics) <= 2
     means = [line["publish/logprob_diff_mean"] for line in metrics if "publish/logprob_diff_mean" in line]

@@ -73,8 +73,8 @@ class Spy(TransformersEngine):
             raise self.error
         if self.script is None:
             return super().step()
-        answers = [one for group in self.script for one in group]
-        return [(request.key, one) for request, one in zip(self.requests, answers, strict=True)]
+        answers = [answer for group in self.script for answer in group]
+        return [(request.key, answer) for request, answer in zip(self.requests, answers, strict=True)]
 
     def reset_cache(self) -> None:
         self.verbs.append("reset_cache")
@@ -136,13 +136,13 @@ def make(tiny_model_dir: Path) -> Iterator[Any]:
         collector.shutdown()
 
 
-def assert_same_rounds(one: Any, other: Any) -> None:
-    assert (one.prompts, one.responses, one.rewards_by_name) == (
+def assert_same_rounds(first: Any, other: Any) -> None:
+    assert (first.prompts, first.responses, first.rewards_by_name) == (
         other.prompts,
         other.responses,
         other.rewards_by_name,
     )
-    assert_same_groups(one.groups, other.groups)
+    assert_same_groups(first.groups, other.groups)
 
 
 def test_iterating_yields_rounds_until_the_turns_are_used(make: Any) -> None:
@@ -278,8 +278,8 @@ def test_a_resumed_collector_continues_with_the_same_rounds(make: Any) -> None:
         resumed.load_state_dict(state)
         rest = list(resumed)
         assert len(rest) == 3
-        for expected, found in zip(rounds[2:], rest, strict=True):
-            assert_same_rounds(found, expected)
+        for expected, actual in zip(rounds[2:], rest, strict=True):
+            assert_same_rounds(actual, expected)
 
 
 def test_an_earlier_checkpoint_with_refills_goes_on_with_the_next_problems(make: Any) -> None:
@@ -307,9 +307,9 @@ def test_derived_seeds_are_stable_distinct_and_leave_room_for_samples() -> None:
 
 def test_tensordicts_come_one_by_one_and_from_the_iterator(make: Any) -> None:
     whole = list(make(turns=2 * P * G))
-    for found in (list(make(turns=2 * P * G).iterator()), list(iter(make(turns=2 * P * G).next, None))):
-        assert len(found) == 2
-        for groups, round_ in zip(found, whole, strict=True):
+    for collected in (list(make(turns=2 * P * G).iterator()), list(iter(make(turns=2 * P * G).next, None))):
+        assert len(collected) == 2
+        for groups, round_ in zip(collected, whole, strict=True):
             assert groups.batch_size == (P,)
             assert_same_groups(groups, round_.groups)
     collector = make(turns=P * G)
@@ -332,9 +332,9 @@ def test_a_seed_makes_a_collector_what_one_built_with_it_is(make: Any) -> None:
     assert collector.set_seed(5, static_seed=True) == 5
     after, expected = list(collector), list(other)
     assert len(before) == len(after) == len(expected) == 3
-    for one, two in zip(after, expected, strict=True):
-        assert_same_rounds(one, two)
-    assert [one.responses for one in before] != [one.responses for one in after]
+    for round_, two in zip(after, expected, strict=True):
+        assert_same_rounds(round_, two)
+    assert [round_.responses for round_ in before] != [round_.responses for round_ in after]
     collector.set_seed(5)
     assert collector.next() is not None
 
@@ -347,7 +347,7 @@ def test_weights_that_are_given_sample_the_next_round(make: Any, form: str) -> N
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
     named = dict(model.named_parameters())
-    given = {
+    updates = {
         "model": ((model,), {}),
         "policy": ((), {"policy": model}),
         "dict": ((named,), {}),
@@ -355,13 +355,13 @@ def test_weights_that_are_given_sample_the_next_round(make: Any, form: str) -> N
         "nested": ((TensorDict(named).unflatten_keys("."),), {}),
     }[form]
     assert collector.get_policy_version() == 0
-    collector.update_policy_weights_(*given[0], **given[1])
+    collector.update_policy_weights_(*updates[0], **updates[1])
     assert collector.get_policy_version() == collector.policy_version == 1
-    one, expected = collector.rollout(), other.rollout()
-    assert one.responses == expected.responses and one.responses != make().rollout().responses
-    for group, other_group in zip(one.groups, expected.groups, strict=True):
+    round_, expected = collector.rollout(), other.rollout()
+    assert round_.responses == expected.responses and round_.responses != make().rollout().responses
+    for group, other_group in zip(round_.groups, expected.groups, strict=True):
         torch.testing.assert_close(group["log_probs", "response"], other_group["log_probs", "response"])
-    assert one.groups["policy_version"].eq(1).all()
+    assert round_.groups["policy_version"].eq(1).all()
 
 
 def test_weights_are_given_once(make: Any) -> None:

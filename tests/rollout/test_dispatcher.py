@@ -105,16 +105,16 @@ def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
     assert entered.wait(60)
     # While the thread is held, the failure waits in its inbox, and what is asked stands behind it.
     pool.calls[0](RuntimeError("device lost"))
-    asked = threading.Event()
+    requested = threading.Event()
     answers: list[str] = []
 
     def ask() -> None:
-        asked.set()
+        requested.set()
         answers.append(made.run_in_thread(lambda: "asked"))
 
     asker = threading.Thread(target=ask)
     asker.start()
-    assert asked.wait(60)
+    assert requested.wait(60)
     gate.set()
     holder.join(60)
     asker.join(60)
@@ -156,11 +156,11 @@ def test_every_sampled_token_is_counted_once_however_often_a_response_is_cut() -
     ticks: Iterator[int] = itertools.count()
     # A clock of its own: the second look at it ends a turn, after one token of each response.
     worker = RolloutWorker(TransformersEngine(make_model(), [END], PAD), 9, 1.0, lambda: 0.3 * next(ticks))
-    wanted = [Group(number, [5, 9, 2 + number], 7 * number, [Response(), Response()]) for number in range(3)]
+    groups = [Group(number, [5, 9, 2 + number], 7 * number, [Response(), Response()]) for number in range(3)]
     weights = [(name, tensor.detach()) for name, tensor in make_model().named_parameters()]
     counted = 0
     finished: list[Group] = []
-    begun, left_out = wanted, 0
+    begun, left_out = groups, 0
     for version in itertools.count(1):
         turn = worker.generate_groups(begun, [])
         counted += turn.tokens
@@ -172,4 +172,4 @@ def test_every_sampled_token_is_counted_once_however_often_a_response_is_cut() -
         left_out += tokens_of(group for group in cut if group.group_id == 2)
         begun = [group for group in cut if group.group_id != 2]
     assert left_out > 0 and counted == tokens_of(finished) + left_out
-    assert max(len(set(one.versions)) for group in finished for one in group.responses) > 3
+    assert max(len(set(response.versions)) for group in finished for response in group.responses) > 3

@@ -468,16 +468,16 @@ def test_a_trial_that_fails_loses_nothing(
             assert start(pool, 1) is None
             (result,) = publish(pool, weights, [1])
             assert isinstance(result, tuple)
-            said = capsys.readouterr().err
-            assert said.count("warning: weights go by ray objects, through the host's memory.") == 1
+            message = capsys.readouterr().err
+            assert message.count("warning: weights go by ray objects, through the host's memory.") == 1
         else:
             with pytest.raises(ConfigError) as raised:
                 raise refused[0] if refused else _trial_of(pool, weights)
-            said = str(raised.value)
+            message = str(raised.value)
         released.set()
         pool.close()
-    assert f"inference_model.weight_transfer={way}: " in said
-    assert "write inference_model.weight_transfer=ray_objects" in said
+    assert f"inference_model.weight_transfer={way}: " in message
+    assert "write inference_model.weight_transfer=ray_objects" in message
 
 
 def _trial_of(pool: RayPool, weights: dict[str, Tensor]) -> ConfigError:

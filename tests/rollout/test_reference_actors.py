@@ -47,9 +47,9 @@ def pools(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
     config.ref_model.num_devices = 1
     config.collector.max_policy_age = 2
     config.eval.num_problems = config.eval.frequency = 0
-    found: list[LocalPool] = []
-    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(found))
-    return found
+    created: list[LocalPool] = []
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(created))
+    return created
 
 
 @pytest.mark.parametrize("budget", [None, 12])
@@ -58,9 +58,9 @@ def test_a_group_is_scored_as_by_the_formula(config: Config, budget: int | None)
     config.train.max_tokens_per_microbatch = budget
     scorer = ReferenceScorer(ReferenceSpec(config, config.model.name, 0, 1, False, None, True))
     prompt, responses = [5, 6, 7, 8], [[9, 10, 11, 12], [13], [14, 15, 16]]
-    found = scorer.log_probs(prompt, responses)
+    log_probs = scorer.log_probs(prompt, responses)
     model = AutoModelForCausalLM.from_pretrained(config.model.name).double()
-    for response, values in zip(responses, found, strict=True):
+    for response, values in zip(responses, log_probs, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.7
         expected = logits.log_softmax(-1)[range(len(response)), response]
@@ -135,10 +135,10 @@ def test_groups_come_with_what_the_trainer_would_have_found(
     itself = LogProbScorer(scorer, "reference", TokenBudget(4096, True, notify=pytest.fail))
     for round_ in rounds:
         groups = collate(round_.groups.unbind(0))
-        found = groups["log_probs", "reference"].clone()
+        log_probs = groups["log_probs", "reference"].clone()
         expected = itself.inv(groups.clone())["log_probs", "reference"]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-        assert bool((found[~groups["masks", "response"]] == 0).all())
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+        assert bool((log_probs[~groups["masks", "response"]] == 0).all())
     divergences = [line["kl/reference"] for line in read(tmp_path / "run/metrics.jsonl")]
     assert divergences[0] < 1e-6 < divergences[-1]
 
@@ -163,8 +163,8 @@ def test_a_run_whose_trainer_scored_goes_on_with_processes_and_back(
             run_async(config, tmp_path / "run")
         config.resume = "auto"
         state = checkpoint.load_state(tmp_path / "run/checkpoints" / str(end))
-        waiting = [one["reference"] is not None for one in state["collector"]["accepted"]]
-        assert waiting and all(one == (devices == 1) for one in waiting), "nothing to hand over"
+        waiting = [entry["reference"] is not None for entry in state["collector"]["accepted"]]
+        assert waiting and all(waits == (devices == 1) for waits in waiting), "nothing to hand over"
     ends.append(9)
     config.ref_model.num_devices = "auto"
     run_async(config, tmp_path / "run")
@@ -177,11 +177,11 @@ def test_a_reference_that_is_lost_stops_the_run_with_a_checkpoint(
     config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(LocalReference):
-        asked = 0
+        num_requests = 0
 
         def log_probs(self, group: Group) -> Future[list[list[float]]]:
-            self.asked += 1
-            if self.asked < 7:
+            self.num_requests += 1
+            if self.num_requests < 7:
                 return super().log_probs(group)
             lost: Future[list[list[float]]] = Future()
             lost.set_exception(WorkersLost("a process of the reference model failed (killed)"))
@@ -262,15 +262,15 @@ def test_one_of_three_that_hangs_is_started_again(
 
 def test_groups_go_to_whoever_has_least_to_do(three: tuple[ReferenceActors, list[Remote], Clock]) -> None:
     reference, actors, _ = three
-    found = [reference.log_probs(Group(number, [1], 0, [])) for number in range(3)]
+    answers = [reference.log_probs(Group(number, [1], 0, [])) for number in range(3)]
     actors[1].calls.pop()([[0.25]])
-    assert found[1].result(timeout=0) == [[0.25]] and not found[0].done()
+    assert answers[1].result(timeout=0) == [[0.25]] and not answers[0].done()
     reference.log_probs(Group(3, [1], 0, []))
     assert [len(actor.calls) for actor in actors] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (
             RuntimeError("CUDA error: misaligned\nCompile with X"),
@@ -283,13 +283,13 @@ def test_groups_go_to_whoever_has_least_to_do(three: tuple[ReferenceActors, list
     ],
 )
 def test_what_a_failure_says(
-    three: tuple[ReferenceActors, list[Remote], Clock], error: Exception, said: str
+    three: tuple[ReferenceActors, list[Remote], Clock], error: Exception, message: str
 ) -> None:
     reference, actors, _ = three
-    found = reference.log_probs(Group(0, [1], 0, []))
+    answer = reference.log_probs(Group(0, [1], 0, []))
     actors[0].calls.pop()(error)
-    with pytest.raises(WorkersLost, match=said):
-        found.result(timeout=0)
+    with pytest.raises(WorkersLost, match=message):
+        answer.result(timeout=0)
 
 
 @pytest.mark.parametrize(

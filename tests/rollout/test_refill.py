@@ -20,11 +20,11 @@ class Rounds:
 
     def __init__(self, plan: list[str]) -> None:
         self.plan = plan
-        self.asked = 0
+        self.num_rollouts = 0
 
     def rollout(self, is_refill: bool = False) -> Round:
-        number, signals = self.asked, self.plan[self.asked]
-        self.asked += 1
+        number, signals = self.num_rollouts, self.plan[self.num_rollouts]
+        self.num_rollouts += 1
         size = len(signals)
         ids = [[10 * number + group] * (1 + number) for group in range(size)]
         rewards = torch.tensor([[0.0, 1.0] if signal == "x" else [0.5, 0.5] for signal in signals])[..., None]
@@ -82,7 +82,7 @@ def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str
         discarded.update(zip(left.prompts, reasons, strict=True))
 
     round_, metrics = collect_with_signal(
-        source.rollout, flat, limit, lambda one: observed.extend(one.prompts), discard
+        source.rollout, flat, limit, lambda collected: observed.extend(collected.prompts), discard
     )
     assert discarded == {
         prompt: "all rewards are equal"
@@ -94,7 +94,7 @@ def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str
     # Groups that are thrown away too, and each once.
     assert observed == [f"{number}.{group}" for number in range(1 + refills) for group in range(3)]
     assert round_.prompts == names and metrics == {"rollout/refills": refills}
-    assert source.asked == 1 + refills
+    assert source.num_rollouts == 1 + refills
     # Everything that belongs to a group has come along with it.
     assert round_.responses == [[f"{name}.0", f"{name}.1"] for name in names]
     assert [part["name"] for part in round_.rewards_by_name] == [

@@ -188,23 +188,23 @@ def test_the_state_goes_through_a_file_and_continues_with_the_same_samples(sampl
     resumed = make_buffer(seed=99, transforms=[counting])
     resumed.load_state_dict(torch.load(file, weights_only=True))
     for _ in range(9):
-        expected, found = buffer.sample(), resumed.sample()
-        assert set(expected.keys(True, True)) == set(found.keys(True, True))
+        expected, restored = buffer.sample(), resumed.sample()
+        assert set(expected.keys(True, True)) == set(restored.keys(True, True))
         for key in expected.keys(True, True):
-            assert torch.equal(expected[key], found[key]), key
+            assert torch.equal(expected[key], restored[key]), key
     assert counting.calls == 0, "the write transforms ran a second time"
     assert torch.equal(resumed.contents()["advantage"], buffer.contents()["advantage"])
     # And the next round's order as well.
-    for one in (buffer, resumed):
-        one.replace_contents(make_batch(P=8, G=2))
+    for storage in (buffer, resumed):
+        storage.replace_contents(make_batch(P=8, G=2))
     assert epoch(buffer) == epoch(resumed)
 
 
 def test_an_empty_buffer_has_a_state_too() -> None:
     buffer, resumed = make_buffer(), make_buffer(seed=5)
     resumed.load_state_dict(buffer.state_dict())
-    for one in (buffer, resumed):
-        one.replace_contents(make_batch(P=8, G=2))
+    for storage in (buffer, resumed):
+        storage.replace_contents(make_batch(P=8, G=2))
     assert epoch(buffer) == epoch(resumed)
 
 

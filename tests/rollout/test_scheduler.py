@@ -109,8 +109,8 @@ class Simulation:
                 self.later(self.random.random(), ("die", number, self.lives[number]))
             else:
                 # A worker gets copies of its groups.
-                given = pickle.loads(pickle.dumps(call)) if isinstance(call, GenerateGroups) else call
-                self.later(speed * self.random.random(), ("done", number, self.lives[number], given))
+                received = pickle.loads(pickle.dumps(call)) if isinstance(call, GenerateGroups) else call
+                self.later(speed * self.random.random(), ("done", number, self.lives[number], received))
         for number in range(self.plan.workers):
             assert self.scheduler.next_call(number) is None, "a worker that nobody looked at has work"
         loading = [isinstance(worker.call, LoadWeights) for worker in self.scheduler.workers]
@@ -200,7 +200,7 @@ class Simulation:
             self.later(self.plan.trainer * self.random.random(), ("flat", 0, 0))
             return
         for group in groups:
-            versions = [version for one in group.responses for version in one.versions]
+            versions = [version for response in group.responses for version in response.versions]
             assert group.is_finished and len(versions) == 2 * LENGTH
             self.outcome.mixed += len(set(versions)) > 1
             self.outcome.ages.append((self.step - min(versions)) // self.plan.steps_per_round)
@@ -305,8 +305,8 @@ def test_draining_weights_wait_for_running_groups_and_tasks_wait_for_weights() -
     scheduler.next_call(0)
     scheduler.publish(PublishedWeights(1, 1, "second"))
     got: list[str] = []
-    asked = GenerateForEval([[1]], Sampling(1, 4, 0.0))
-    scheduler.workers[0].tasks.append(Task(asked, got.append))
+    evaluation = GenerateForEval([[1]], Sampling(1, 4, 0.0))
+    scheduler.workers[0].tasks.append(Task(evaluation, got.append))
     assert scheduler.on_groups_generated(0, []) == []
     assert scheduler.next_call(0) == GenerateGroups([], []), "running groups go on, no new ones are begun"
     running = list(scheduler.workers[0].running.values())
@@ -314,14 +314,14 @@ def test_draining_weights_wait_for_running_groups_and_tasks_wait_for_weights() -
     assert scheduler.next_call(0) == LoadWeights(PublishedWeights(1, 1, "second"), False)
     assert scheduler.newest is not None
     scheduler.on_weights_loaded(0, scheduler.newest, [])
-    assert scheduler.next_call(0) == asked
+    assert scheduler.next_call(0) == evaluation
     scheduler.on_worker_lost(0)
     scheduler.on_worker_started(0)
     assert scheduler.next_call(0) == LoadWeights(PublishedWeights(1, 1, "second"), False), (
         "a new worker has no weights"
     )
     scheduler.on_weights_loaded(0, scheduler.newest, [])
-    assert scheduler.next_call(0) == asked, "and is asked again"
+    assert scheduler.next_call(0) == evaluation, "and is asked again"
     scheduler.on_task_done(0, "answer")
     assert got == ["answer"]
 

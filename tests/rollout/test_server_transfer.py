@@ -20,9 +20,9 @@ from torchrl_grpo.rollout.workers.server_pool import ServerPool, ServerSpec
 GPU = torch.device("cuda:0")
 
 
-def make_pool(way: str, asked: str, age: int = 0) -> ServerPool:
+def make_pool(way: str, chosen: str, age: int = 0) -> ServerPool:
     cfg = Config()
-    cfg.inference_model.weight_transfer = WeightTransfer(asked)
+    cfg.inference_model.weight_transfer = WeightTransfer(chosen)
     cfg.collector.max_policy_age = age
     spec = ServerSpec(cfg, "model", [], [0], 1, way, GPU, GPU, 4, 1, 0.5, [0], 1.0)
     pool = ServerPool(spec, 1)
@@ -54,9 +54,9 @@ def test_weights_go_through_shared_memory_if_the_trial_fails(
     assert tried == [(shares, 1, GPU)], "once, before the first weights"
     assert isinstance(pool.carrier, CopyCarrier if age else StreamCarrier)
     assert age or isinstance(vars(pool.carrier)["_channel"], Segments)
-    said = capsys.readouterr().err
-    assert said.count("warning: weights go by shared memory") == 1
-    assert "cuda_ipc: a trial before the first weights failed (RuntimeError: no such memory)" in said
+    output = capsys.readouterr().err
+    assert output.count("warning: weights go by shared memory") == 1
+    assert "cuda_ipc: a trial before the first weights failed (RuntimeError: no such memory)" in output
     pool.carrier.close()
 
 
@@ -70,10 +70,10 @@ def test_a_gpu_out_of_reach_counts_as_a_trial_that_failed(
     pool.put_weights([])
     assert tried == [] and "warning: weights go by shared memory" in capsys.readouterr().err
     pool.carrier.close()
-    asked = make_pool("cuda_ipc", "cuda_ipc")
-    monkeypatch.setattr(asked.carrier, "admit", refuses)
+    chosen_pool = make_pool("cuda_ipc", "cuda_ipc")
+    monkeypatch.setattr(chosen_pool.carrier, "admit", refuses)
     with pytest.raises(ConfigError, match="out of reach"):
-        asked.admit(Mock(), "unix:/one", ["GPU-7"])
+        chosen_pool.admit(Mock(), "unix:/one", ["GPU-7"])
 
 
 def refuses(*arguments: Any) -> None:
@@ -81,15 +81,15 @@ def refuses(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "asked", "otherwise"),
+    ("way", "chosen", "otherwise"),
     [("cuda_ipc", "cuda_ipc", "shared_memory"), ("nccl", "nccl", "folder"), ("nccl", "auto", "folder")],
 )
 def test_what_the_user_chose_ends_the_run(
-    way: str, asked: str, otherwise: str, monkeypatch: pytest.MonkeyPatch
+    way: str, chosen: str, otherwise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers of other machines do not see the memory of this one."""
     fails(monkeypatch, RuntimeError("no route"))
-    pool = make_pool(way, asked)
+    pool = make_pool(way, chosen)
     with pytest.raises(ConfigError, match=rf"={way}: .*\(RuntimeError: no route\); write .*={otherwise}"):
         pool.put_weights([])
 

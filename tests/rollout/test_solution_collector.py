@@ -48,9 +48,9 @@ def test_solutions_of_published_templates_have_each_tag_once(name: str) -> None:
     example = Example("x", EXAMPLE.messages, solution=PERFECT)
     text = render(tokenizer, example)[0]
     (solution,) = solutions(tokenizer, [example], tokenizer.eos_token_id)
-    found = text.rpartition("3 + 4?")[2] + solution.text
-    assert [found.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")] == [1, 1, 1, 1]
-    assert name == "qwen3_5_nothink" or "3 and 4" in found
+    completed = text.rpartition("3 + 4?")[2] + solution.text
+    assert [completed.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")] == [1, 1, 1, 1]
+    assert name == "qwen3_5_nothink" or "3 and 4" in completed
     start = opening(text)
     judged = ResponseText(start.opened + solution.text, start.block)
     assert FormatReward()(judged, example)["score"] == 1.0

@@ -83,9 +83,9 @@ def test_an_age_of_zero_with_two_workers_samples_the_same_responses(
 ) -> None:
     together = train_sync("sync", optimizer__lr=1e-4)
     apart = train("async", collector__max_policy_age=0, inference_model__num_devices=2)
-    for one, other in zip(together[1:], apart[1:], strict=True):
-        assert other["loss/total"] == pytest.approx(one["loss/total"], abs=1e-5)
-        assert other["response/length_mean"] == one["response/length_mean"]
+    for line, other in zip(together[1:], apart[1:], strict=True):
+        assert other["loss/total"] == pytest.approx(line["loss/total"], abs=1e-5)
+        assert other["response/length_mean"] == line["response/length_mean"]
 
 
 def test_a_finished_group_that_became_too_old_is_recorded_with_the_reason(
@@ -239,7 +239,7 @@ def test_workers_lost_while_the_disk_is_full_is_said_with_both_reasons(
         if name == "work" and count > 6:
             raise RuntimeError("device lost")
 
-    def full(*given: object) -> None:
+    def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_fill", full)
@@ -249,13 +249,13 @@ def test_workers_lost_while_the_disk_is_full_is_said_with_both_reasons(
     assert pools[-1].closed
 
 
-def dies_in_evaluation(asked: list[int], numbers: Container[int]) -> Callable[[int, str, int], None]:
-    """Each evaluation is put down in ``asked``; those of ``numbers``, from 1, are the end of their worker."""
+def dies_in_evaluation(calls: list[int], numbers: Container[int]) -> Callable[[int, str, int], None]:
+    """Each evaluation is put down in ``calls``; those of ``numbers``, from 1, are the end of their worker."""
 
     def fault(number: int, name: str, count: int) -> None:
         if name == "generate":
-            asked.append(count)
-            if len(asked) in numbers:
+            calls.append(count)
+            if len(calls) in numbers:
                 raise RuntimeError("device lost")
 
     return fault
@@ -294,19 +294,19 @@ def test_a_run_that_lost_its_workers_goes_on_as_if_it_had_kept_them(
 
 
 def test_a_worker_replaced_during_the_last_evaluation_is_verified_too(train: AsyncRunner) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     class Successor(TransformersEngine):
         """Once a worker has died, takes no weights."""
 
         def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-            if len(asked) < 3:
+            if len(calls) < 3:
                 super().update(weights)
 
-    options = {"fault": dies_in_evaluation(asked, {3}), "engine_type": Successor}
+    options = {"fault": dies_in_evaluation(calls, {3}), "engine_type": Successor}
     with pytest.raises(TrainingStopped, match="tensors that it computes with are not the trainer's"):
         train("run", options, collector__max_policy_age=0)
-    assert len(asked) == 4, "the successor has answered"
+    assert len(calls) == 4, "the successor has answered"
 
 
 def test_a_mistake_that_a_worker_finds_is_the_users_error(train: AsyncRunner) -> None:

@@ -23,14 +23,14 @@ from torchrl_grpo.training.optimizer_step import OptimizerStep
 EXACT = ("optimise", "collector", "buffer", "publisher", "random")
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+def same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(same, value, other))
+    return bool(value == other)
 
 
 @pytest.mark.float32
@@ -71,14 +71,14 @@ def test_a_checkpoint_written_during_the_next_step_is_the_one_written_at_once(
     assert overlapped == [1, 2]
     pairs = [complete_checkpoints(tmp_path / name) for name in ("at once", "beside")]
     assert [len(folders) for folders in pairs] == [3, 3]
-    for one, other in zip(*pairs, strict=True):
+    for first, other in zip(*pairs, strict=True):
         for name in ("model/model.safetensors", "model/README.md", "model/config.json"):
             texts = [
                 (folder / name).read_bytes().replace(folder.parents[1].name.encode(), b"")
-                for folder in (one, other)
+                for folder in (first, other)
             ]
             assert texts[0] == texts[1], name
-        states = [checkpoint.load_state(folder) for folder in (one, other)]
+        states = [checkpoint.load_state(folder) for folder in (first, other)]
         assert list(states[0]) == list(states[1])
         for entry in EXACT:
             assert same(states[0][entry], states[1][entry]), entry
@@ -162,7 +162,7 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    interrupted, fill, said = threading.Event(), checkpoint._fill, list[str]()
+    interrupted, fill, messages = threading.Event(), checkpoint._fill, list[str]()
 
     def fill_later(*content: Any) -> None:
         interrupted.wait()
@@ -171,7 +171,7 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
         fill(*content)
 
     def say(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         interrupted.set()
 
     def interrupt(self: OptimizerStep, *part: Any) -> dict[str, float]:
@@ -185,11 +185,13 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
     monkeypatch.setattr(OptimizerStep, "accumulate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train("run", train__checkpoint_frequency=1)
-    assert said[0] == "The checkpoint of step 1 is still being written; interrupt again to end without it."
+    assert (
+        messages[0] == "The checkpoint of step 1 is still being written; interrupt again to end without it."
+    )
     folders = complete_checkpoints(tmp_path / "run")
     if fails:
-        assert len(said) == 2 and folders == []
-        assert said[1].startswith("warning: the checkpoint of step 1 is not written: ")
+        assert len(messages) == 2 and folders == []
+        assert messages[1].startswith("warning: the checkpoint of step 1 is not written: ")
         return
     (folder,) = folders
-    assert len(said) == 1 and folder.name == "1" and checkpoint.find_damage(folder) is None
+    assert len(messages) == 1 and folder.name == "1" and checkpoint.find_damage(folder) is None

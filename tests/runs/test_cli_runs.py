@@ -48,8 +48,8 @@ def test_run_gets_its_configuration_and_a_folder_of_the_day(workplace: Path) -> 
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(workplace: Path) -> None:
-    wanted = workplace / "outputs" / "day" / "12-00-00"
-    folders = [run_folder.new_folder(wanted) for _ in range(3)]
+    folder = workplace / "outputs" / "day" / "12-00-00"
+    folders = [run_folder.new_folder(folder) for _ in range(3)]
     assert [folder.name for folder in folders] == ["12-00-00", "12-00-00-1", "12-00-00-2"]
 
 
@@ -142,7 +142,7 @@ def test_a_terminated_run_ends_like_an_interrupted_one(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         (["hydra.run.dir=/proc/nothing/run"], "run folder /proc/nothing/run .* No such file or directory"),
         (["hydra.run.dir=/proc/version/run"], "run folder /proc/version/run .* Not a directory"),
@@ -154,7 +154,7 @@ def test_a_terminated_run_ends_like_an_interrupted_one(capsys: pytest.CaptureFix
 )
 def test_a_folder_that_cannot_be_used_is_one_line(
     words: list[str],
-    said: str,
+    reason: str,
     workplace: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(
         monkeypatch.setattr(Path, "glob", refuse)
     assert call(*words) == 2
     message = capsys.readouterr().err
-    assert re.fullmatch(f"error: the {said}; repair that, or write .* instead\n", message), message
+    assert re.fullmatch(f"error: the {reason}; repair that, or write .* instead\n", message), message
     assert SEEN == []
 
 
@@ -274,9 +274,9 @@ def test_resume_ignores_what_is_no_complete_checkpoint(workplace: Path) -> None:
     partial = folder / "checkpoints" / "9.partial"
     partial.mkdir()
     (partial / "manifest.json").write_text("{}")
-    for given in ("run", "run/checkpoints", "run/checkpoints/7", "run/checkpoints/9.partial"):
+    for path in ("run", "run/checkpoints", "run/checkpoints/7", "run/checkpoints/9.partial"):
         with pytest.raises(CheckpointError, match="no complete checkpoint"):
-            run_folder.folder_to_resume(given, None)
+            run_folder.folder_to_resume(path, None)
     write_run(folder, 3)
     assert run_folder.folder_to_resume("run", None) == Path("run")
     with pytest.raises(CheckpointError, match="checkpoints/7"):
@@ -468,14 +468,18 @@ def test_dry_run_says_how_long_a_run_is(workplace: Path, capsys: pytest.CaptureF
     words = ["env=jsonl", "env.data_path=sums.jsonl", "eval.num_problems=5", "train.optim_batch_size=8"]
     words += ["train.total_dialog_turns=null", "train.num_epochs=2", "dry_run=true"]
     assert call(*words, "env.num_envs=4") == 0
-    said = "training: 25 problems, exact_match with weight 1\nheld out: 5 problems, graded by exact_match\n"
-    said += "length: 13 rounds of 4 problems x 8 samples, 52 optimizer steps, 2.08 times 25 problems\n"
-    assert capsys.readouterr().out.endswith(said)
+    expected = (
+        "training: 25 problems, exact_match with weight 1\nheld out: 5 problems, graded by exact_match\n"
+    )
+    expected += "length: 13 rounds of 4 problems x 8 samples, 52 optimizer steps, 2.08 times 25 problems\n"
+    assert capsys.readouterr().out.endswith(expected)
     # Nobody chose a length.
     assert call(*words[:3], "dry_run=true") == 0
     shown = capsys.readouterr()
-    said = "length: 1000 rounds of 8 problems x 8 samples, 1000 optimizer steps, 320 times 25 problems\n"
-    assert shown.out.endswith(said) and "warning: train.total_dialog_turns=64000: this default" in shown.err
+    expected = "length: 1000 rounds of 8 problems x 8 samples, 1000 optimizer steps, 320 times 25 problems\n"
+    assert (
+        shown.out.endswith(expected) and "warning: train.total_dialog_turns=64000: this default" in shown.err
+    )
     assert call("dry_run=true") == 0
     shown = capsys.readouterr()
     assert shown.out.endswith("length: 1000 rounds of 8 problems x 8 samples, 1000 optimizer steps\n")
@@ -512,12 +516,12 @@ def test_dry_run_reads_sizes_alone_of_a_checkpoint(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started(workplace / "run")
-    (one,) = (workplace / "run" / "checkpoints" / "4").glob("trainer*")
-    size = one.stat().st_size
-    one.write_bytes(bytes(size))
+    (file,) = (workplace / "run" / "checkpoints" / "4").glob("trainer*")
+    size = file.stat().st_size
+    file.write_bytes(bytes(size))
     assert call("resume=run", "dry_run=true") == 0
-    assert checkpoint.find_damage(one.parent, verify_checksums=False) is None
-    assert "checksum" in str(checkpoint.find_damage(one.parent))
-    one.write_bytes(bytes(size - 1))
+    assert checkpoint.find_damage(file.parent, verify_checksums=False) is None
+    assert "checksum" in str(checkpoint.find_damage(file.parent))
+    file.write_bytes(bytes(size - 1))
     assert call("resume=run", "dry_run=true") == 2
     assert "no undamaged checkpoint" in capsys.readouterr().err

@@ -91,9 +91,9 @@ def test_an_age_of_zero_is_the_synchronous_run_line_by_line(
     ours = read(tmp_path / "sync/rollouts.jsonl")
     for update in ("drain", "in_flight"):
         apart = train_async(update, collector__max_policy_age=0, collector__weight_update=update)
-        for one, other in zip(together, apart, strict=True):
+        for line, other in zip(together, apart, strict=True):
             # Slow answers of the environment may change the order of sums.
-            assert {name: other[name] for name in one} == pytest.approx(one, rel=1e-4, abs=1e-5)
+            assert {name: other[name] for name in line} == pytest.approx(line, rel=1e-4, abs=1e-5)
         theirs = read(tmp_path / update / "rollouts.jsonl")
         assert [row["response"] for row in ours] == [row["response"] for row in theirs]
 
@@ -123,8 +123,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(talk: Config, train: Runner, tmp
     whole = train("run", train__checkpoint_frequency=1, checkpoint__keep=9)
     ours = read(tmp_path / "run/rollouts.jsonl")
     resumed = train("run", resume=str(tmp_path / "run/checkpoints/1"))
-    for one, other in zip(whole, resumed, strict=True):
-        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+    for line, other in zip(whole, resumed, strict=True):
+        assert other == pytest.approx(line, rel=1e-4, abs=1e-5)
     theirs = read(tmp_path / "run/rollouts.jsonl")
     assert [row["response"] for row in ours] == [row["response"] for row in theirs]
 
@@ -148,8 +148,8 @@ def test_two_ranks_follow_one(talk: Config, train: Runner, repo_root: Path, tmp_
     words = [word.replace("'", '"') for flag in flags for word in flag.split(" ")]
     done = run_script([grpo_script(repo_root), *words], ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    for one, other in zip(alone, map(unmeasured, read(tmp_path / "two/metrics.jsonl")), strict=True):
-        shared = {name: value for name, value in one.items() if name in other}
+    for line, other in zip(alone, map(unmeasured, read(tmp_path / "two/metrics.jsonl")), strict=True):
+        shared = {name: value for name, value in line.items() if name in other}
         assert {name: other[name] for name in shared} == pytest.approx(shared, rel=1e-3, abs=1e-4)
 
 

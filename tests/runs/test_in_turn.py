@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
     """Workers are threads; what was started."""
-    found: list[LocalPool] = []
-    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(found))
-    return found
+    created: list[LocalPool] = []
+    monkeypatch.setattr(build, "collector_with_ray_workers", collect_locally(created))
+    return created
 
 
 def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -54,17 +54,17 @@ def test_workers_in_turn_are_one_engine_line_by_line_also_when_one_continues_the
     train: Runner, tmp_path: Path, pools: list[LocalPool], settings: dict[str, Any]
 ) -> None:
     # The resumed runs write no checkpoint at the steps of these, so one that changed its run would be seen.
-    one = train("one", train__checkpoint_frequency=2, checkpoint__keep=99, **settings)
+    alone = train("one", train__checkpoint_frequency=2, checkpoint__keep=99, **settings)
     assert not pools
     other = train("worker", **ONE_WORKER)
     assert pools[-1].calls and pools[-1].closed
-    assert comparable(other) == comparable(one)
+    assert comparable(other) == comparable(alone)
     assert sampled(tmp_path / "worker") == sampled(tmp_path / "one")
     for name, engine in (("one", ONE_WORKER), ("worker", ONE_ENGINE)):
         kept = str(tmp_path / name / "checkpoints/2")
         resumed = train(name, resume=kept, train__checkpoint_frequency=0, **engine)
-        assert comparable(resumed) == comparable(one)
-        assert json.loads((tmp_path / name / "summary.json").read_text())["steps"] == len(one) - 1
+        assert comparable(resumed) == comparable(alone)
+        assert json.loads((tmp_path / name / "summary.json").read_text())["steps"] == len(alone) - 1
     assert len(pools) == 2
 
 
@@ -72,12 +72,12 @@ def test_workers_in_turn_are_one_engine_line_by_line_also_when_one_continues_the
 def test_two_workers_in_turn_sample_what_one_engine_samples(
     train: Runner, tmp_path: Path, pools: list[LocalPool]
 ) -> None:
-    one = train("one")
+    alone = train("one")
     # Rounding depends on the batch, and theirs are smaller.
     two = train("two", inference_model__num_devices=2)
     assert sampled(tmp_path / "two") == sampled(tmp_path / "one")
     assert [line["loss/total"] for line in two[1:]] == pytest.approx(
-        [line["loss/total"] for line in one[1:]], abs=1e-4
+        [line["loss/total"] for line in alone[1:]], abs=1e-4
     )
 
 

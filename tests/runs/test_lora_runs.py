@@ -60,9 +60,9 @@ def test_the_reference_is_the_base_and_not_a_second_model(
     loaded.clear()
     with_copy = without_eval(train("copy"))
     assert len(loaded) == 2
-    for one, other in zip(with_base, with_copy, strict=True):
-        assert one["kl/reference"] == pytest.approx(other["kl/reference"], abs=1e-5)
-        assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
+    for line, other in zip(with_base, with_copy, strict=True):
+        assert line["kl/reference"] == pytest.approx(other["kl/reference"], abs=1e-5)
+        assert line["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
 
 
 def apart(cfg: Config, source: str, devices: Sequence[str], learner: Learner) -> LogProbScorer:
@@ -86,8 +86,8 @@ def test_checkpointing_and_sharing_change_nothing_but_rounding(train: Runner) ->
                 train_model__shared_prefix=shape != "unshared",
             )
         )
-        for one, other in zip(plain, changed, strict=True):
-            assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
+        for line, other in zip(plain, changed, strict=True):
+            assert line["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
 
 
 def test_a_resumed_run_is_the_uninterrupted_run_and_its_checkpoints_hold_adapters_only(
@@ -207,19 +207,19 @@ def test_bad_adapter_keys_are_named(keys: dict[str, object], says: str) -> None:
 def test_keys_of_a_reference_that_is_not_loaded_are_refused(node: dict[str, object], says: str) -> None:
     from omegaconf import OmegaConf
 
-    given = {"train_model": {"lora": {"rank": 4}}, "policy": {"kl_coef": 0.1}, "ref_model": node}
+    settings = {"train_model": {"lora": {"rank": 4}}, "policy": {"kl_coef": 0.1}, "ref_model": node}
     with pytest.raises(
         ConfigError, match=re.escape(says) + ".*the reference is the model without its adapter"
     ):
-        parse(OmegaConf.create(given))
-    parse(OmegaConf.create({**given, "ref_model": {"devices": [0]}}))
-    parse(OmegaConf.create({**given, "ref_model": {"num_devices": 1}}))
+        parse(OmegaConf.create(settings))
+    parse(OmegaConf.create({**settings, "ref_model": {"devices": [0]}}))
+    parse(OmegaConf.create({**settings, "ref_model": {"num_devices": 1}}))
     two = {"lora": {"rank": 4}, "num_devices": 2}
-    parse(OmegaConf.create({**given, "train_model": two, "ref_model": {"num_devices": 2}}))
+    parse(OmegaConf.create({**settings, "train_model": two, "ref_model": {"num_devices": 2}}))
     for devices in ([0], [0, 1]):
-        parse(OmegaConf.create({**given, "train_model": two, "ref_model": {"devices": devices}}))
+        parse(OmegaConf.create({**settings, "train_model": two, "ref_model": {"devices": devices}}))
     with pytest.raises(ConfigError, match="runs where the trainer does"):
-        parse(OmegaConf.create({**given, "train_model": two, "ref_model": {"devices": [1]}}))
+        parse(OmegaConf.create({**settings, "train_model": two, "ref_model": {"devices": [1]}}))
 
 
 def test_the_number_format_of_a_reference_that_is_not_loaded_is_that_of_the_base() -> None:
@@ -227,9 +227,9 @@ def test_the_number_format_of_a_reference_that_is_not_loaded_is_that_of_the_base
 
     for quantization, held in (("none", "lora.base_dtype=auto"), ("nf4", "quantization=nf4")):
         trained = {"lora": {"rank": 4}, "quantization": quantization}
-        given = {"train_model": trained, "policy": {"kl_coef": 0.1}, "ref_model": {"dtype": "float32"}}
+        settings = {"train_model": trained, "policy": {"kl_coef": 0.1}, "ref_model": {"dtype": "float32"}}
         with pytest.raises(ConfigError, match=f"that is held in train_model.{held};"):
-            parse(OmegaConf.create(given))
+            parse(OmegaConf.create(settings))
 
 
 def test_merging_is_asked_for_only_where_there_is_something_to_merge() -> None:

@@ -68,7 +68,7 @@ def test_a_mixture_trains_is_measured_by_part_and_resumes(
     assert read(tmp_path / "whole/rollouts.jsonl") == rows
     mixture.resume = None
     apart = train_async("async", collector__max_policy_age=0)
-    assert [{name: line[name] for name in one} for line, one in zip(apart, whole, strict=True)] == whole
+    assert [{name: line[name] for name in other} for line, other in zip(apart, whole, strict=True)] == whole
 
 
 def test_a_curriculum_resumes_and_is_the_same_with_workers(
@@ -88,4 +88,4 @@ def test_a_curriculum_resumes_and_is_the_same_with_workers(
     assert read(tmp_path / "whole/rollouts.jsonl") == rows
     config.resume = None
     apart = train_async("async", collector__max_policy_age=0)
-    assert [{name: line[name] for name in one} for line, one in zip(apart, whole, strict=True)] == whole
+    assert [{name: line[name] for name in other} for line, other in zip(apart, whole, strict=True)] == whole

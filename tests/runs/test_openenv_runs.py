@@ -263,14 +263,14 @@ def test_ten_kills_of_a_server_of_openenv_and_of_sessions_lose_and_double_nothin
     for row in (row for row in rows if "errors" not in row):
         (seed,) = re.findall(r"seed (\d+)", row["prompt"])
         messages = [message["content"] for message in row["messages"]]
-        said, heard = messages[::2], messages[1::2]
-        said = said[: len(heard)]
+        sent, heard = messages[::2], messages[1::2]
+        sent = sent[: len(heard)]
         if kind == "number":
-            said = [
-                text for text, answer in zip(said, heard, strict=True) if not answer.startswith("error: ")
+            sent = [
+                text for text, answer in zip(sent, heard, strict=True) if not answer.startswith("error: ")
             ]
-            said = [int(re.search(r"[-+]?\d{1,18}", text)[0]) for text in said]  # type: ignore[index]
-        expected = rewards[json.dumps([int(seed), said])] if said else 0.0
+            sent = [int(re.search(r"[-+]?\d{1,18}", text)[0]) for text in sent]  # type: ignore[index]
+        expected = rewards[json.dumps([int(seed), sent])] if sent else 0.0
         assert row["reward"] == pytest.approx(expected)
     groups = Counter(row["group_id"] for row in rows)
     assert set(groups.values()) == {4} and len(groups) == 16

@@ -41,12 +41,12 @@ def test_the_rewards_of_the_documentation_train(
         "hydra.run.dir=run",
         *format_words,
     ]
-    said = train_in(tmp_path, repo_root, command, small)
+    output = train_in(tmp_path, repo_root, command, small)
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 16
     answers = {row["question"]: row["answer"] for row in rows}
     for row in rollouts:
-        (question,) = (one for one in answers if one in row["prompt"])
+        (question,) = (candidate for candidate in answers if candidate in row["prompt"])
         expected = {
             "agreement": float(answers[question] in row["response"]),
             "brevity": min(1.0, 20 / max(1, len(row["response"]))),
@@ -56,9 +56,9 @@ def test_the_rewards_of_the_documentation_train(
     held_out = [json.loads(line) for line in (tmp_path / "run/evaluations.jsonl").read_text().splitlines()]
     # The heaviest of the user's rewards grades. Its mean is an accuracy once 0 and 1 have occurred.
     is_verdict = {row["grade"] for row in held_out} == {0.0, 1.0}
-    assert "held out: 6 problems, graded by agreement\n" in said
-    assert f"held-out {'accuracy' if is_verdict else 'reward  '}" in said
-    assert "graded by          agreement\n" in said
+    assert "held out: 6 problems, graded by agreement\n" in output
+    assert f"held-out {'accuracy' if is_verdict else 'reward  '}" in output
+    assert "graded by          agreement\n" in output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["grader"] == "agreement"
     assert summary["accuracy_after"] == (summary["primary_after"] if is_verdict else None)
@@ -128,16 +128,16 @@ def test_prompts_and_a_reward_are_enough(
     rows = [{"prompt": f"Greet the guests of room {number}."} for number in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = f"grpo.py env=jsonl env.data_path=prompts.jsonl reward.functions={{{name}:my_reward.py:{name}}}"
-    said = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
-    assert "prompts.jsonl: 8 of 40 questions are held out; eval.num_problems=N" in said
-    assert f"held out: 8 problems, graded by {name}\n" in said and progress in said
-    assert result in said and f"graded by          {name}\n" in said
-    assert "warning: the prompt" not in said, "nothing asks for tags"
+    output = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
+    assert "prompts.jsonl: 8 of 40 questions are held out; eval.num_problems=N" in output
+    assert f"held out: 8 problems, graded by {name}\n" in output and progress in output
+    assert result in output and f"graded by          {name}\n" in output
+    assert "warning: the prompt" not in output, "nothing asks for tags"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["accuracy_after"] is None) == (name != "short") and summary["grader"] == name
-    assert ("  change             +" in said) or ("  change             -" in said)
-    assert ("group size: with an accuracy of " in said) == (name == "short")
-    assert ("rare gave 0 for every held-out response, so its mean is reported" in said) == (name == "rare")
+    assert ("  change             +" in output) or ("  change             -" in output)
+    assert ("group size: with an accuracy of " in output) == (name == "short")
+    assert ("rare gave 0 for every held-out response, so its mean is reported" in output) == (name == "rare")
     first = lines(tmp_path / "run/metrics.jsonl")[0]
     values = [row["grade"] for row in lines(tmp_path / "run/evaluations.jsonl") if row["step"] == 0]
     assert first["eval/reward"] == first["eval/primary"] == pytest.approx(sum(values) / 8)
@@ -186,15 +186,15 @@ def test_questions_and_solutions_are_enough_for_sft(
     done = run_script(
         [repo_root / script, *words, *small, f"model.name={tiny_model_dir}", *format_words], cwd=tmp_path
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "held out: 8 problems, graded by the loss of their solutions\n" in said
-    assert "held-out loss      " in said and "(perplexity " in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "held out: 8 problems, graded by the loss of their solutions\n" in output
+    assert "held-out loss      " in output and "(perplexity " in output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     first, last = (lines(tmp_path / "run/metrics.jsonl")[at] for at in (0, -1))
     assert (summary["loss_before"], summary["loss_after"]) == (first["eval/loss"], last["eval/loss"])
     low, high = summary["loss_ci95"]
-    assert low < last["eval/loss"] < high and f"(95 % interval {low:.3f} to {high:.3f})" in said
+    assert low < last["eval/loss"] < high and f"(95 % interval {low:.3f} to {high:.3f})" in output
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
 
 
@@ -218,9 +218,9 @@ def test_chats_are_enough_for_sft(
     script = repo_root / "sota-implementations/sft/sft.py"
     data = ["env=jsonl", "env.data_path=chats.jsonl", f"model.name={tiny_model_dir}", "eval.frequency=1"]
     done = run_script([script, *data, *words, *format_words], cwd=tmp_path)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "held out: 8 problems, graded by the loss of their solutions\n" in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "held out: 8 problems, graded by the loss of their solutions\n" in output
     rows = lines(tmp_path / "run/evaluations.jsonl")
     assert {row["response"] for row in rows} == {"Upstairs."}
     assert all(row["prompt"].startswith(CHAT_START) and "Upstairs" not in row["prompt"] for row in rows)
@@ -234,8 +234,8 @@ def test_chats_and_a_reward_are_enough(
     (tmp_path / "my_reward.py").write_text(SHAPED)
     write(tmp_path / "chats.jsonl", chats())
     command = "grpo.py env=jsonl env.data_path=chats.jsonl reward.functions={brevity:my_reward.py:brevity}"
-    said = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
-    assert "held out: 8 problems, graded by brevity\n" in said and "held-out reward    " in said
+    output = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
+    assert "held out: 8 problems, graded by brevity\n" in output and "held-out reward    " in output
     for row in lines(tmp_path / "run/rollouts.jsonl"):
         assert row["prompt"].startswith(f"{CHAT_START}Where is room ")
         assert row["prompt"].endswith("?<|im_end|>\n<|im_start|>assistant\n")
@@ -281,9 +281,9 @@ def test_a_judge_that_is_asked_over_the_network_trains(
         done = judged(repo_root, tmp_path, server.server_address[1], words)
         server.shutdown()
         thread.join()
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "held out: 8 problems, graded by judge\n" in said and "held-out reward    " in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "held out: 8 problems, graded by judge\n" in output and "held-out reward    " in output
     rows = [*lines(tmp_path / "run/rollouts.jsonl"), *lines(tmp_path / "run/evaluations.jsonl")]
     assert len(rows) == 16 + 2 * 8 and not any("errors" in row for row in rows)
     for row in rows:
@@ -301,15 +301,17 @@ def test_the_judge_of_the_documentation_trains(
         assert address in configuration
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine/judged.yaml").write_text(configuration.replace(address, judge.url))
-        said = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
-    assert "held out: 8 problems, graded by quality\n" in said and "held-out reward    " in said
+        output = train_in(
+            tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words]
+        )
+    assert "held out: 8 problems, graded by quality\n" in output and "held-out reward    " in output
     rows = [*lines(tmp_path / "run/rollouts.jsonl"), *lines(tmp_path / "run/evaluations.jsonl")]
     assert len(rows) == 16 + 2 * 8 and not any("errors" in row for row in rows)
     for row in rows:
         verdict = json.loads(row["verdicts"]["quality"])
         assert row["rewards"] == {"quality": pytest.approx((verdict["score"] - 1) / 9)}
-    asked = judge.requests[0]["messages"][1]["content"]
-    assert "The letter is polite, clear and short." in asked and "Greet the guests of room" in asked
+    prompt = judge.requests[0]["messages"][1]["content"]
+    assert "The letter is polite, clear and short." in prompt and "Greet the guests of room" in prompt
 
 
 def test_a_judge_that_is_not_there_ends_the_run_before_training(
@@ -360,9 +362,9 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(
         "reward.functions.own=mine.py:fine",
         f"model.name={tiny_model_dir}",
     ]
-    found = []
+    errors = []
     for dry in ("true", "false"):
         done = run_script([path, *data, *small, *words, f"dry_run={dry}"], cwd=tmp_path)
         assert done.returncode == 2, done.stdout + done.stderr
-        found.append(next(line for line in done.stderr.splitlines() if line.startswith("error: ")))
-    assert found[0] == found[1] and re.search(says, found[0])
+        errors.append(next(line for line in done.stderr.splitlines() if line.startswith("error: ")))
+    assert errors[0] == errors[1] and re.search(says, errors[0])

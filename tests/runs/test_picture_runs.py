@@ -312,5 +312,5 @@ def test_two_ranks_follow_the_run_of_one(
         done = run_script([script, *words, *more], ranks=ranks, cwd=repo_root)
         assert done.returncode == 0, done.stderr
         lines.append(without_eval(read(run_dir / "metrics.jsonl")))
-    for one, two in zip(*lines, strict=True):
-        assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
+    for line, two in zip(*lines, strict=True):
+        assert two == pytest.approx(line, rel=1e-4, abs=1e-5)

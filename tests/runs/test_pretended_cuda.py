@@ -141,7 +141,7 @@ def test_what_makes_a_program_slow_is_counted() -> None:
         for number, wait in enumerate(waits, start=1):
             wait()
             assert sum(machine.syncs.values()) == number, machine.syncs
-        assert all("test_pretended_cuda.py" in one for one in machine.syncs), machine.syncs
+        assert all("test_pretended_cuda.py" in place for place in machine.syncs), machine.syncs
 
 
 def test_a_refusal_that_is_swallowed_is_said_at_the_end() -> None:

@@ -126,9 +126,9 @@ def test_a_whole_run(
         summary = run(small, tmp_path / "run")
     lines = read(tmp_path / "run/metrics.jsonl")
     used = "dense" if case.autocast is None or small.train_model.prefix_attention == "dense" else "varlen"
-    said = capsys.readouterr().err
-    assert (f"attention over shared prompts: {used}" in said) == small.train_model.shared_prefix
-    assert f"output head: {'fused' if 'train_model.fused_head' in case.changes else 'in blocks'}" in said
+    error = capsys.readouterr().err
+    assert (f"attention over shared prompts: {used}" in error) == small.train_model.shared_prefix
+    assert f"output head: {'fused' if 'train_model.fused_head' in case.changes else 'in blocks'}" in error
     if name == "adapters":
         assert lines[1]["loss/kl"] == 0, "before the first step the base and the adapters compute the same"
     assert summary["steps"] == lines[-1]["step"] > 0
@@ -188,9 +188,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 def test_a_fault_in_a_run_is_found(
     fault: str, small: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, faulty, found = FAULTS[fault]
+    owner, name, faulty, message = FAULTS[fault]
     monkeypatch.setattr(owner, name, faulty)
-    with pytest.raises(DeviceMismatch, match=found), PretendedCuda(gpus=2):
+    with pytest.raises(DeviceMismatch, match=message), PretendedCuda(gpus=2):
         run(small, tmp_path / "run")
 
 

@@ -166,14 +166,14 @@ LOSS_FAULTS: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("fault", LOSS_FAULTS)
 def test_a_fault_in_the_loss_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, (change, found) = SURROGATES["clip"], LOSS_FAULTS[fault]
+    honest, (change, message) = SURROGATES["clip"], LOSS_FAULTS[fault]
 
     def faulty(log_ratio: Tensor, new: Tensor, advantage: Tensor, *rest: Any) -> Any:
         return honest(log_ratio, change(new, advantage), advantage, *rest)
 
     monkeypatch.setitem(SURROGATES, "clip", faulty)
     with (
-        pytest.raises(DeviceMismatch, match=rf"{found}.* at test_pretended_cuda_steps\.py"),
+        pytest.raises(DeviceMismatch, match=rf"{message}.* at test_pretended_cuda_steps\.py"),
         PretendedCuda(gpus=2),
     ):
         make_step()(make_batch())
@@ -193,12 +193,12 @@ def test_a_forgotten_move_in_the_loss_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("file", "found"),
+    ("file", "message"),
     [("token_scorer.py", "cuda:0, cpu"), ("transfer.py", "cuda:2, cpu")],
     ids=["of what it reads", "of its indices"],
 )
-def test_a_forgotten_move_of_a_reference_is_found(file: str, found: str) -> None:
-    with pytest.raises(DeviceMismatch, match=found), PretendedCuda(gpus=3) as machine:
+def test_a_forgotten_move_of_a_reference_is_found(file: str, message: str) -> None:
+    with pytest.raises(DeviceMismatch, match=message), PretendedCuda(gpus=3) as machine:
         machine.forgetful = {file}
         reference_on_cuda_2(make_batch(kl=False).to("cuda:0"))
 
@@ -240,8 +240,8 @@ def test_layers_start_kernels_and_never_wait() -> None:
 
 
 def test_more_responses_in_a_micro_batch_cost_no_kernel() -> None:
-    few, many = count(even_batch(2)), count(even_batch(6, samples=8))
-    assert many == few
+    few, more = count(even_batch(2)), count(even_batch(6, samples=8))
+    assert more == few
 
 
 def test_a_ragged_batch_stays_bounded() -> None:

@@ -21,11 +21,11 @@ def test_each_phase_before_the_first_step_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     train("run", logging__progress=True, train__total_dialog_turns=16)
-    told = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     phases = ["loading the model", "starting the engine", "verifying that weights reach the engine"]
     last = "measuring accuracy before training"
-    assert [line for line in told if line in (*phases, last)] == [*phases, last]
-    assert told.index(last) < told.index(next(line for line in told if line.startswith("step 0/1")))
+    assert [line for line in lines if line in (*phases, last)] == [*phases, last]
+    assert lines.index(last) < lines.index(next(line for line in lines if line.startswith("step 0/1")))
 
 
 def test_a_run_without_any_signal_says_so_and_one_with_it_does_not(

@@ -59,10 +59,10 @@ def test_a_run_whose_folder_is_deleted_saves_what_it_has_and_ends(
     capsys.readouterr()
     # The metrics of the step that was not written are in the checkpoint.
     assert train("lost", resume="auto") == [line for line in expected if line["step"] >= 2]
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     lacks = "is missing: it lacks lines of 2 steps"
-    assert f"warning: {lost}/metrics.jsonl {lacks} (0 to 1), and the run goes on without them\n" in said
-    assert f"warning: {lost}/rollouts.jsonl {lacks} (1 to 2), and the run goes on without them\n" in said
+    assert f"warning: {lost}/metrics.jsonl {lacks} (0 to 1), and the run goes on without them\n" in output
+    assert f"warning: {lost}/rollouts.jsonl {lacks} (1 to 2), and the run goes on without them\n" in output
 
 
 def test_a_lock_of_another_kind_does_not_block(config: Config, tmp_path: Path) -> None:

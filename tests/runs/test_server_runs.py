@@ -100,8 +100,8 @@ def test_a_run_on_servers_is_the_run_of_an_engine_in_the_process(
         servers.running += started.running
         run(config, started.folder / "run")
         assert texts(started.folder / "run") == texts(tmp_path / "alone")
-        found = without_workers(read(started.folder / "run/metrics.jsonl"))
-        for ours, theirs in zip(found, expected, strict=True):
+        lines = without_workers(read(started.folder / "run/metrics.jsonl"))
+        for ours, theirs in zip(lines, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
         assert all(server.requests.count(kind.generate_route) > 20 for server in started.running)
 
@@ -166,7 +166,7 @@ def test_servers_that_die_at_any_moment_lose_and_double_no_group(
     rows = read(tmp_path / "run/rollouts.jsonl")
     assert len(rows) == 128
     groups = [row["group_id"] for row in rows]
-    assert len(set(groups)) == 32 and all(groups.count(one) == 4 for one in set(groups))
+    assert len(set(groups)) == 32 and all(groups.count(group) == 4 for group in set(groups))
 
 
 def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(

@@ -148,9 +148,9 @@ def test_two_ranks_follow_one(sft: Config, train: Runner, repo_root: Path, tmp_p
     ]
     done = run_script([script, *words], ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    for one, other in zip(alone, map(unmeasured, read(tmp_path / "two/metrics.jsonl")), strict=True):
-        shared = {name: value for name, value in one.items() if name in other}
-        assert {"loss/total", "optimizer/grad_norm"} <= shared.keys() or one["step"] == 0
+    for line, other in zip(alone, map(unmeasured, read(tmp_path / "two/metrics.jsonl")), strict=True):
+        shared = {name: value for name, value in line.items() if name in other}
+        assert {"loss/total", "optimizer/grad_norm"} <= shared.keys() or line["step"] == 0
         assert {name: other[name] for name in shared} == pytest.approx(shared, rel=1e-3, abs=1e-4)
 
 

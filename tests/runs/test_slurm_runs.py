@@ -84,14 +84,14 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # codespel
 
 def run_to_end(slurm: LocalSlurm, job: str, folder: Path) -> None:
     slurm.wait("the job ends", lambda: slurm.state(job)["JobState"] in ENDED, 600)
-    assert slurm.state(job)["JobState"] == "COMPLETED", said(folder)
+    assert slurm.state(job)["JobState"] == "COMPLETED", output_of(folder)
 
 
 def reach(slurm: LocalSlurm, job: str, step: int, folder: Path) -> None:
     """Wait until a job has taken an optimizer step."""
 
     def reached() -> bool:
-        assert slurm.state(job)["JobState"] not in ENDED, said(folder)
+        assert slurm.state(job)["JobState"] not in ENDED, output_of(folder)
         return newest_step(folder / "jobs" / job / "run") >= step
 
     slurm.wait(f"step {step} of job {job}", reached, 600)
@@ -102,7 +102,7 @@ def without_workers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith("workers/")} for line in lines]
 
 
-def said(folder: Path) -> str:
+def output_of(folder: Path) -> str:
     return "\n".join(
         f"--- {path}\n{path.read_text(errors='replace')[-3000:]}"
         for path in [*folder.glob("slurm-*.out"), *folder.rglob("logs/*/*.log")]
@@ -135,11 +135,11 @@ def test_a_job_on_two_nodes_survives_signals_and_requeues(
     assert 5 <= saved[0] < saved[1] < STEPS and saved[1] >= 12
     print(f"stopped after steps {saved}; {STEPS} steps")
     for name in ("metrics.jsonl", "rollouts.jsonl"):
-        found, theirs = (without_workers(read(of / name)) for of in (folder / "run", expected))
-        print(f"{name}: {len(found)} lines")
-        assert len(found) == {"metrics.jsonl": STEPS + 1, "rollouts.jsonl": STEPS * 16}[name]
-        assert name != "metrics.jsonl" or all(line["optimizer/grad_norm"] > 0 for line in found[1:])
-        assert first_difference(found, theirs) is None
+        ours, theirs = (without_workers(read(of / name)) for of in (folder / "run", expected))
+        print(f"{name}: {len(ours)} lines")
+        assert len(ours) == {"metrics.jsonl": STEPS + 1, "rollouts.jsonl": STEPS * 16}[name]
+        assert name != "metrics.jsonl" or all(line["optimizer/grad_norm"] > 0 for line in ours[1:])
+        assert first_difference(ours, theirs) is None
     # Each attempt has logs of its own, and waited for a real answer of its server.
     assert os.readlink(folder / "logs/latest") == "2"
     for attempt in "012":
@@ -154,7 +154,7 @@ def test_a_job_on_two_nodes_survives_signals_and_requeues(
 def test_a_server_that_fails_ends_the_job(slurm: LocalSlurm, arguments: list[str], tmp_path: Path) -> None:
     job = slurm.submit(script_for([*arguments, "inference_model.engine_args.no_such=1"]), tmp_path)
     slurm.wait("the job ends", lambda: slurm.state(job)["JobState"] in ENDED, 300)
-    assert slurm.state(job)["JobState"] == "FAILED", said(tmp_path)
+    assert slurm.state(job)["JobState"] == "FAILED", output_of(tmp_path)
     output = (tmp_path / f"slurm-{job}.out").read_text()
     assert "server has ended, and the job needs it" in output
     assert "trainer begins" not in output

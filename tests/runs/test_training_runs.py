@@ -94,10 +94,10 @@ def test_a_run_in_epochs_is_the_run_of_as_many_samples(
     whole = train("samples", train__total_dialog_turns=48, **settings)
     capsys.readouterr()
     # Half of the 24 problems that are not held out, not even in other words, 4 a round.
-    found = train("epochs", train__total_dialog_turns=None, train__num_epochs=0.5)
-    assert found == whole and whole[-1]["step"] == 3
-    said = "length: 3 rounds of 4 problems x 4 samples, 3 optimizer steps, 12 of 24 problems"
-    assert said in capsys.readouterr().err
+    lines = train("epochs", train__total_dialog_turns=None, train__num_epochs=0.5)
+    assert lines == whole and whole[-1]["step"] == 3
+    length_line = "length: 3 rounds of 4 problems x 4 samples, 3 optimizer steps, 12 of 24 problems"
+    assert length_line in capsys.readouterr().err
     assert train("epochs", resume=str(tmp_path / "epochs/checkpoints/1")) == whole
     with pytest.raises(CheckpointError, match=r"started with train\.num_epochs=0\.5"):
         train("epochs", train__total_dialog_turns=48, train__num_epochs=None, resume="auto")
@@ -254,11 +254,11 @@ def test_an_interrupted_run_says_what_continues_it(
     monkeypatch.setattr(Session, "log", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train("cut", train__checkpoint_frequency=frequency)
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        f"{tmp_path / 'cut'} has no checkpoint yet" in said
+        f"{tmp_path / 'cut'} has no checkpoint yet" in error
         if frequency == 0
-        else f"resume={tmp_path / 'cut'}" in said
+        else f"resume={tmp_path / 'cut'}" in error
     )
 
 
@@ -400,8 +400,8 @@ def test_gradient_checkpointing_trains_to_the_same_numbers(train: Runner) -> Non
     recomputed = without_eval(
         train("recomputed", train_model__shared_prefix=True, train_model__gradient_checkpointing=True)
     )
-    for one, other in zip(plain, recomputed, strict=True):
-        assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
+    for line, other in zip(plain, recomputed, strict=True):
+        assert line["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
 
 
 @pytest.mark.float32

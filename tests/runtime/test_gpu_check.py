@@ -45,7 +45,7 @@ def test_each_result_is_written_before_the_next_stage(
 
     def look(context: Context) -> runs.Figures:
         path = context.folder / command.RESULTS
-        seen.append([one["stage"] for one in json.loads(path.read_text())] if path.exists() else [])
+        seen.append([entry["stage"] for entry in json.loads(path.read_text())] if path.exists() else [])
         return {"speed": 2.5, "gpu": "none"}
 
     def fail(context: Context) -> runs.Figures:
@@ -56,15 +56,16 @@ def test_each_result_is_written_before_the_next_stage(
     code = command.main(["--folder", str(tmp_path), "--model", str(tiny_model_dir)])
     assert code == 1
     assert seen == [[], ["one", "two", "three"]]
-    found = {one["stage"]: one for one in json.loads((tmp_path / command.RESULTS).read_text())}
-    assert [found[name]["status"] for name in ("one", "two", "three", "four")] == [
+    by_stage = {entry["stage"]: entry for entry in json.loads((tmp_path / command.RESULTS).read_text())}
+    assert [by_stage[name]["status"] for name in ("one", "two", "three", "four")] == [
         "passed", "failed", "skipped", "passed",
     ]  # fmt: skip
     assert (
-        found["two"]["reason"] == "TrainingStopped: it is wrong" and found["one"]["figures"]["speed"] == 2.5
+        by_stage["two"]["reason"] == "TrainingStopped: it is wrong"
+        and by_stage["one"]["figures"]["speed"] == 2.5
     )
-    said = capsys.readouterr().out
-    assert "speed 2.5, gpu none" in said and said.count("it is wrong") == 2 and "no GPU" in said
+    output = capsys.readouterr().out
+    assert "speed 2.5, gpu none" in output and output.count("it is wrong") == 2 and "no GPU" in output
 
 
 def test_stages_can_be_chosen(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,20 +196,26 @@ def test_what_a_machine_lacks_is_skipped(context: Context) -> None:
     assert why["sleep"] == "it needs a GPU"
     assert "GPU" in why["qlora"] or "bitsandbytes" in why["qlora"]
     assert not any(why[name] for name in ("environment", "scores", "float32", "sweep", "servers", "ranks"))
-    one = Context(context.folder, context.model, 1, [], 60.0)
-    assert STAGES["ranks"].lacks(one) == STAGES["async"].lacks(one) == "it needs two GPUs"
-    assert STAGES["sleep"].lacks(one) == STAGES["ipc"].lacks(one) == STAGES["ipc_ray"].lacks(one) == ""
+    one_gpu = Context(context.folder, context.model, 1, [], 60.0)
+    assert STAGES["ranks"].lacks(one_gpu) == STAGES["async"].lacks(one_gpu) == "it needs two GPUs"
+    assert (
+        STAGES["sleep"].lacks(one_gpu)
+        == STAGES["ipc"].lacks(one_gpu)
+        == STAGES["ipc_ray"].lacks(one_gpu)
+        == ""
+    )
     assert why["ipc"] == "it needs a GPU" and why["nccl"] == "", "gloo takes NCCL's place on a CPU"
     for name in ("ipc_peer", "nccl", "tensor_parallel"):
         assert (
-            STAGES[name].lacks(one) == "it needs two GPUs" and STAGES[name].lacks(replace(one, gpus=2)) == ""
+            STAGES[name].lacks(one_gpu) == "it needs two GPUs"
+            and STAGES[name].lacks(replace(one_gpu, gpus=2)) == ""
         )
 
 
 def test_the_scores_of_this_machine(context: Context) -> None:
-    found = kernels.scores(context.model)
-    assert float(found["to_cpu_nats"]) <= 1e-5 and float(found["shared_to_plain_nats"]) <= 1e-4
-    assert 0 < float(found["bfloat16_nats"]) < 0.5 and float(found["shared_speedup"]) > 0
+    figures = kernels.scores(context.model)
+    assert float(figures["to_cpu_nats"]) <= 1e-5 and float(figures["shared_to_plain_nats"]) <= 1e-4
+    assert 0 < float(figures["bfloat16_nats"]) < 0.5 and float(figures["shared_speedup"]) > 0
 
 
 @pytest.mark.parametrize("freed", [1.0, 0.0])
@@ -227,11 +234,11 @@ def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: 
             ):
                 step.step(context.model)
             return
-        found = step.step(context.model)
-    assert float(found["head_difference"]) < 1e-4 and float(found["noise_difference"]) == 0
-    assert float(found["parked_mib"]) == pytest.approx(8 * weights / 2**20)
+        figures = step.step(context.model)
+    assert float(figures["head_difference"]) < 1e-4 and float(figures["noise_difference"]) == 0
+    assert float(figures["parked_mib"]) == pytest.approx(8 * weights / 2**20)
     (kept,) = json.loads((context.folder / "speeds.json").read_text()).values()
-    assert kept == {"layer_ms": found["layer_ms"]}
+    assert kept == {"layer_ms": figures["layer_ms"]}
 
 
 def test_speeds_of_a_pretended_gpu_are_kept(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +248,9 @@ def test_speeds_of_a_pretended_gpu_are_kept(context: Context, monkeypatch: pytes
     with PretendedCuda():
         name = torch.cuda.get_device_properties(0).name
         assert kernels.environment(context.model)["copy_tb_per_s"] == 2.5
-    found = speeds.of(Hardware((80.0,), names=(name,)))
-    assert (found.tflops, found.tflops_float32, found.tb_per_s) == (2.0, 4.0, 2.5)
-    assert "measured by make gpu-check" in found.source
+    speed = speeds.of(Hardware((80.0,), names=(name,)))
+    assert (speed.tflops, speed.tflops_float32, speed.tb_per_s) == (2.0, 4.0, 2.5)
+    assert "measured by make gpu-check" in speed.source
 
 
 def test_a_gpu_is_measured_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,11 +261,11 @@ def test_a_gpu_is_measured_where_nothing_can_be_kept(tmp_path: Path, monkeypatch
 
 
 def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    def waiting(self: Any, *given: Any) -> Any:
+    def waiting(self: Any, *args: Any) -> Any:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         # torch says this of its watch itself, and it is no wait.
         warnings.warn("a prototype that does not yet detect all synchronizing operations", stacklevel=2)
-        return honest(self, *given)
+        return honest(self, *args)
 
     honest = TokenScorer.forward
     monkeypatch.setattr(TokenScorer, "forward", waiting)
@@ -275,15 +282,15 @@ def test_attention_without_masks_on_a_pretended_gpu(
     monkeypatch.setattr(kernels, "_TIMED_PROMPT", 8)
     monkeypatch.setattr(kernels, "_TIMED_RESPONSES", (4, 8))
     with PretendedCuda():
-        found = kernels.flash(context.model)
-    assert 1e-3 < float(found["kernel_error"]) < 4e-3
-    assert 0 < float(found["varlen_gradient"]) < 2 * float(found["masks_gradient"])
-    assert float(found["times_as_fast_4"]) > 0 and float(found["times_as_fast_8"]) > 0
+        figures = kernels.flash(context.model)
+    assert 1e-3 < float(figures["kernel_error"]) < 4e-3
+    assert 0 < float(figures["varlen_gradient"]) < 2 * float(figures["masks_gradient"])
+    assert float(figures["times_as_fast_4"]) > 0 and float(figures["times_as_fast_8"]) > 0
     with PretendedCuda(capability=(7, 5)):
         assert "compute capability 7.5" in str(kernels.flash(context.model)["not_used"])
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        return tuple(1.1 * one for one in backward(*args, **kwargs))
+        return tuple(1.1 * gradient for gradient in backward(*args, **kwargs))
 
     backward = varlen._backward
     monkeypatch.setattr(varlen, "_backward", faulty)
@@ -297,9 +304,9 @@ def test_scores_that_depend_on_the_shared_prompt_are_found(
 ) -> None:
     honest = TokenScorer.forward
 
-    def wrong(self: Any, *given: Any) -> TokenScores:
-        found = honest(self, *given)
-        return TokenScores(found.log_probs * (1.01 if self.shares_prefix else 1.0), found.entropy)
+    def wrong(self: Any, *args: Any) -> TokenScores:
+        scores = honest(self, *args)
+        return TokenScores(scores.log_probs * (1.01 if self.shares_prefix else 1.0), scores.entropy)
 
     monkeypatch.setattr(TokenScorer, "forward", wrong)
     with pytest.raises(TrainingStopped, match=r"shared_to_plain_nats is .* at most 0.0002 is rounding"):
@@ -395,8 +402,8 @@ def test_a_stage_that_trains(context: Context, monkeypatch: pytest.MonkeyPatch) 
         "torchrl_grpo.tools.gpu_check.runs.subprocess.Popen",
         lambda command, stdout, **_: ForkedPopen(command, stdout=stdout),
     )
-    found = command.run_stage("float32", STAGES["float32"], there)
-    assert found.status is Status.passed, found.reason
-    assert float(found.figures["engine_to_trainer_nats"]) < 1e-4
+    result = command.run_stage("float32", STAGES["float32"], there)
+    assert result.status is Status.passed, result.reason
+    assert float(result.figures["engine_to_trainer_nats"]) < 1e-4
     lines = read(context.folder / "float32/metrics.jsonl")
-    assert len(lines) == 5 and all(torch.isfinite(torch.tensor(one["loss/total"])) for one in lines[1:])
+    assert len(lines) == 5 and all(torch.isfinite(torch.tensor(line["loss/total"])) for line in lines[1:])

@@ -69,7 +69,7 @@ def test_the_words_of_stages_with_several_gpus(context: Context, monkeypatch: Pa
         plans[folder.name] = cfg, preflight.make(cfg, folder.name == "async", machine(2)).plan
 
     StagesInProcess(monkeypatch, plan, gpus=2)
-    monkeypatch.setattr(runs, "check", lambda *given, **named: {})
+    monkeypatch.setattr(runs, "check", lambda *args, **named: {})
     names = ("compiled", "ipc", "ipc_peer", "nccl", "tensor_parallel", "async", "ranks")
     # The engines are vLLM's own.
     for name in names:
@@ -197,7 +197,7 @@ def load_float32(patch: Patch, stages: StagesInProcess) -> None:
 
 def train_in_bfloat16(patch: Patch, stages: StagesInProcess) -> None:
     """Trained weights, or shards of them, in the format that products are computed in."""
-    patch.setattr(learner, "build_model", lambda *given: build_model(*given).bfloat16())
+    patch.setattr(learner, "build_model", lambda *args: build_model(*args).bfloat16())
 
 
 def take_twice_the_memory(patch: Patch, stages: StagesInProcess) -> None:

@@ -90,16 +90,16 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
 
 def test_other_threads_change_no_handler() -> None:
     before = signal.getsignal(signal.SIGINT)
-    found = []
+    handlers = []
 
     def work() -> None:
         with remember_interrupts(), delay_interrupts():
-            found.append(signal.getsignal(signal.SIGINT))
+            handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [before]
+    assert handlers == [before]
 
 
 def terminate() -> None:

@@ -26,8 +26,8 @@ def heard(name: str, level: int) -> bool:
 def as_before() -> object:
     yield
     logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
-    for one in list(logging.getLogger(DEEPSPEED).filters):
-        logging.getLogger(DEEPSPEED).removeFilter(one)
+    for log_filter in list(logging.getLogger(DEEPSPEED).filters):
+        logging.getLogger(DEEPSPEED).removeFilter(log_filter)
 
 
 def test_only_who_is_used_may_warn() -> None:
@@ -53,7 +53,7 @@ def test_deepspeed_is_imported_without_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "asked"),
+    ("words", "processes"),
     [
         ("python accelerate launch --num_processes 2 grpo.py", 2),
         ("accelerate launch --num-processes=3 grpo.py", 3),
@@ -67,7 +67,7 @@ def test_deepspeed_is_imported_without_a_word() -> None:
     ],
 )
 def test_a_launcher_that_started_too_few_is_spoken_of(
-    words: str, asked: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: str, processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "cpus.yaml"
     file.write_text("distributed_type: MULTI_CPU\nnum_processes: 4\n")
@@ -75,9 +75,12 @@ def test_a_launcher_that_started_too_few_is_spoken_of(
     monkeypatch.setattr(launch, "parent_argv", words.replace("FILE", str(file)).split)
     assert launch.missing_ranks_warning() is None, "no launcher"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    said = launch.missing_ranks_warning()
-    assert (said is None) == (asked == 1)
-    if said is not None:
-        assert f"asked for {asked} processes" in said and f"train_model.num_devices={asked}" in said
+    warning = launch.missing_ranks_warning()
+    assert (warning is None) == (processes == 1)
+    if warning is not None:
+        assert (
+            f"asked for {processes} processes" in warning
+            and f"train_model.num_devices={processes}" in warning
+        )
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert launch.missing_ranks_warning() is None

@@ -84,9 +84,9 @@ def test_a_model_that_does_not_fit_is_named_with_what_to_change(
             load_model(folder, cfg.model, device, torch.float32)
         else:
             build_model(cfg, folder, device, None)
-    said = str(caught.value)
-    assert said.startswith(f"model.name={folder}: memory ran out while it was loaded on cpu in float32: ")
-    assert key in said.partition("float32: ")[2]
+    message = str(caught.value)
+    assert message.startswith(f"model.name={folder}: memory ran out while it was loaded on cpu in float32: ")
+    assert key in message.partition("float32: ")[2]
 
 
 def test_a_model_that_fits_but_cannot_be_made_ready_is_one_message(

@@ -258,10 +258,10 @@ MISTAKES = {
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(arguments.replace("'", "\\'"))) == 2
-    found = capsys.readouterr()
-    assert found.out == "" and found.err.startswith("error: ") and found.err.count("\n") == 1
-    assert re.search(MISTAKES[arguments], found.err), found.err
-    assert re.search("write |remove it", found.err)
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("error: ") and output.err.count("\n") == 1
+    assert re.search(MISTAKES[arguments], output.err), output.err
+    assert re.search("write |remove it", output.err)
 
 
 def test_a_changed_copy_of_a_template_makes_the_script(repo_root: Path, tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ def judge(tiny_model_dir: Path, answers: Sequence[Sequence[str]], **keys: object
 
 
 def test_a_reward_of_the_user_is_measured_and_all_its_responses_are_kept(tiny_model_dir: Path) -> None:
-    found, _ = judge(tiny_model_dir, [["yes"], ["no"], ["bad"], ["a"]])
-    metrics = found.metrics
+    result, _ = judge(tiny_model_dir, [["yes"], ["no"], ["bad"], ["a"]])
+    metrics = result.metrics
     # 3, 2, 0 and 1; t of three degrees of freedom is 3.182.
     assert metrics["eval/primary"] == metrics["eval/reward/length"] == 1.5
     half = 3.182 * statistics.stdev([3, 2, 0, 1]) / 2
@@ -147,7 +147,7 @@ def test_a_reward_of_the_user_is_measured_and_all_its_responses_are_kept(tiny_mo
     assert metrics["eval/reward/exact"] == 0.75 and metrics["eval/reward"] == 2 * 1.5 + 0.5 * 0.75
     assert metrics["eval/reward/length/short"] == pytest.approx(2 / 3)
     assert metrics["eval/errors"] == 1 and "eval/accuracy" not in metrics
-    assert found.rows[1] == {
+    assert result.rows[1] == {
         "id": "1",
         "prompt": "<|im_start|>user\nSay no.<|im_end|>\n<|im_start|>assistant\n",
         "response": "no",
@@ -155,7 +155,9 @@ def test_a_reward_of_the_user_is_measured_and_all_its_responses_are_kept(tiny_mo
         "reward": 4.5,
         "grade": 2.0,
     }
-    assert found.rows[2]["errors"] == {"length": "ValueError: no"} and found.rows[2]["rewards"]["length"] == 0
+    assert (
+        result.rows[2]["errors"] == {"length": "ValueError: no"} and result.rows[2]["rewards"]["length"] == 0
+    )
 
 
 def test_pass_at_k_leaves_out_problems_that_a_judge_has_not_graded() -> None:
@@ -168,9 +170,9 @@ def test_pass_at_k_leaves_out_problems_that_a_judge_has_not_graded() -> None:
 
 
 def test_failures_to_grade_the_responses_of_pass_at_k_are_counted(tiny_model_dir: Path) -> None:
-    found, _ = judge(tiny_model_dir, [["yes", "bad"], ["no", "no"], ["a", "a"], ["bad", "a"]], pass_at_k=2)
+    result, _ = judge(tiny_model_dir, [["yes", "bad"], ["no", "no"], ["a", "a"], ["bad", "a"]], pass_at_k=2)
     # One greedy response, and one sample of each of two problems.
-    assert found.metrics["eval/errors"] == 3
+    assert result.metrics["eval/errors"] == 3
 
 
 def test_a_reward_that_is_0_or_1_is_an_accuracy(tiny_model_dir: Path) -> None:
@@ -181,13 +183,13 @@ def test_a_reward_that_is_0_or_1_is_an_accuracy(tiny_model_dir: Path) -> None:
 
 def test_samples_take_the_place_of_the_greedy_response(tiny_model_dir: Path) -> None:
     answers = [["a", "bb"], ["", ""], ["no", "no"], ["a", "b"]]
-    found, engine = judge(tiny_model_dir, answers, samples=2, pass_at_k=2)
+    result, engine = judge(tiny_model_dir, answers, samples=2, pass_at_k=2)
     (call,) = engine.calls
     assert (call[1].num_samples, call[1].temperature) == (2, 0.6), "pass@k takes the same samples"
-    assert found.metrics["eval/primary"] == (1.5 + 0 + 2 + 1) / 4
-    assert found.metrics["eval/pass_at_2"] == 0.75
-    assert [row["response"] for row in found.rows] == [text for group in answers for text in group]
-    assert [row["grade"] for row in found.rows] == [1.0, 2.0, 0.0, 0.0, 2.0, 2.0, 1.0, 1.0]
+    assert result.metrics["eval/primary"] == (1.5 + 0 + 2 + 1) / 4
+    assert result.metrics["eval/pass_at_2"] == 0.75
+    assert [row["response"] for row in result.rows] == [text for group in answers for text in group]
+    assert [row["grade"] for row in result.rows] == [1.0, 2.0, 0.0, 0.0, 2.0, 2.0, 1.0, 1.0]
 
 
 def test_what_a_built_in_grader_says_is_kept_too(tiny_model_dir: Path) -> None:

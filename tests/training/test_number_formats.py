@@ -56,11 +56,11 @@ def make_learner(cfg: Config) -> Learner:
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+@pytest.mark.parametrize(("head_dtype", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
 def test_policy_and_reference_compute_their_heads_alike(
-    asked: str, dtype: torch.dtype, rank: int, config: Config
+    head_dtype: str, dtype: torch.dtype, rank: int, config: Config
 ) -> None:
-    config.train_model.head_dtype, config.train_model.lora.rank = HeadDtype(asked), rank
+    config.train_model.head_dtype, config.train_model.lora.rank = HeadDtype(head_dtype), rank
     with warnings.catch_warnings():
         # Of a base in bfloat16, PEFT warns.
         warnings.simplefilter("ignore")
@@ -90,18 +90,18 @@ def test_a_frozen_model_has_micro_batches_of_its_own_size(
     assert reference.budget.costs(batch) == TokenBudget(1, False, print).costs(batch)
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", None), ("float32", torch.float32)])
+@pytest.mark.parametrize(("head_dtype", "dtype"), [("auto", None), ("float32", torch.float32)])
 @pytest.mark.parametrize("backend", ["vllm", "transformers"])
 def test_engines_compute_their_heads_as_they_are_told(
-    backend: str, asked: str, dtype: torch.dtype | None, config: Config, monkeypatch: pytest.MonkeyPatch
+    backend: str, head_dtype: str, dtype: torch.dtype | None, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(vllm_engine, "VLLMEngine", lambda source, **options: told.update(options))
+    engine_options: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_engine, "VLLMEngine", lambda source, **options: engine_options.update(options))
     config.inference_model.backend, config.inference_model.dtype = backend, Dtype("bfloat16")
-    config.inference_model.head_dtype = HeadDtype(asked)
+    config.inference_model.head_dtype = HeadDtype(head_dtype)
     engine = build_engine(config, config.model.name, CPU, [2], 0, 1)
     if backend == "vllm":
-        assert told["head_dtype"] == dtype
+        assert engine_options["head_dtype"] == dtype
         return
     assert isinstance(engine, TransformersEngine)
     logits = engine.model(input_ids=torch.ones(1, 2, dtype=torch.int64)).logits
@@ -111,9 +111,9 @@ def test_engines_compute_their_heads_as_they_are_told(
 def test_nothing_that_computes_with_transformers_lets_cudnn_plan_attention(config: Config) -> None:
     # cuDNN makes a plan for each new shape, about a second each, and micro-batches have new shapes always.
     def asked_again() -> bool:
-        found = bool(torch.backends.cuda.cudnn_sdp_enabled())
+        enabled = bool(torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(True)
-        return found
+        return enabled
 
     assert asked_again()
     load_reference(config, config.model.name, CPU, None, shares_prefix=True)

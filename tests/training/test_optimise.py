@@ -113,16 +113,16 @@ def test_the_result_equals_adamw_by_hand() -> None:
     norm = math.sqrt(sum(i**2 for i in (1, 2, 3, 4)) + 1 + 4)
     # Warm-up 1/3, 2/3, then the line from 1 to 0 over the four steps that are left.
     lrs = [0.1 * f for f in (1 / 3, 2 / 3, 1.0, 0.75, 0.5)]
-    found = [step(make_batch()) for _ in lrs]
-    assert [m["optimizer/lr"] for m in found] == pytest.approx(lrs)
-    assert [m["optimizer/grad_norm"] for m in found] == pytest.approx([norm] * 5, **EQUAL)
+    metrics = [step(make_batch()) for _ in lrs]
+    assert [m["optimizer/lr"] for m in metrics] == pytest.approx(lrs)
+    assert [m["optimizer/grad_norm"] for m in metrics] == pytest.approx([norm] * 5, **EQUAL)
     for name, decay in (("matrix", 0.3), ("vector", 0.0)):
         p = before[name].detach()
         gradient = torch.arange(1.0, p.numel() + 1).view_as(p) * 2.0 / norm
         expected = adamw_by_hand(p, [gradient] * 5, lrs, decay, (0.8, 0.95), 1e-3)
         torch.testing.assert_close(dict(model.named_parameters())[name].detach(), expected, **EXACT)
-    assert found[-1]["optimizer/skipped"] == 0
-    assert found[0]["loss/total"] == pytest.approx(0.5 - 0.6 + 0.6 + 3.6 + 0.7 - 0.2)
+    assert metrics[-1]["optimizer/skipped"] == 0
+    assert metrics[0]["loss/total"] == pytest.approx(0.5 - 0.6 + 0.6 + 3.6 + 0.7 - 0.2)
 
 
 def test_a_gradient_below_the_bound_is_not_scaled() -> None:
@@ -219,7 +219,7 @@ def test_biases_and_norms_that_are_matrices_do_not_decay(
 
 @pytest.mark.parametrize("pieces", [1, 3, 8])
 def test_the_effective_sample_size_is_never_above_1(pieces: int) -> None:
-    found = []
+    sizes = []
     for seed in range(20):
         batch = make_batch(P=8, G=4, T=6, seed=seed)
         gap = 1e-3 * torch.randn((), generator=torch.Generator().manual_seed(seed))
@@ -233,8 +233,8 @@ def test_the_effective_sample_size_is_never_above_1(pieces: int) -> None:
         # All ratios are equal, to rounding of the log-probabilities.
         exact = sums["ratio"] ** 2 / sums["ratio_squared"]
         assert exact == pytest.approx(1.0, abs=1e-12)
-        found.append(_normalized_ess(sums["ratio"], sums["ratio_squared"]))
-    assert max(found) <= 1.0 and min(found) > 1 - 1e-12
+        sizes.append(_normalized_ess(sums["ratio"], sums["ratio_squared"]))
+    assert max(sizes) <= 1.0 and min(sizes) > 1 - 1e-12
 
 
 def test_the_effective_sample_size_of_ratios_that_differ() -> None:
@@ -362,8 +362,8 @@ def test_terms_beside_the_advantage_keep_every_group() -> None:
         assert torch.equal(make_objective(scorer, **policy)[0].has_gradient(batch), every), policy
     policies = [{}, {"kl_coef": 0.1, "kl_in": "reward"}, {"surrogate": "cispo"}, {"surrogate": "sapo"}]
     for policy in policies:
-        found = make_objective(scorer, **policy)[0].has_gradient(batch)
-        assert found.tolist() == [True, False, True, True], policy
+        kept = make_objective(scorer, **policy)[0].has_gradient(batch)
+        assert kept.tolist() == [True, False, True, True], policy
 
 
 def test_a_batch_without_any_gradient_is_an_update_by_zero() -> None:
@@ -389,8 +389,8 @@ def weights_after_two_steps(*, fp16: bool, idle: bool, fails: bool) -> dict[str,
         second["advantage"].zero_()
     model = make_model()
     loss, _ = make_objective(TokenScorer(model))
-    said: list[str] = []
-    budget = TokenBudget(20, True, said.append)
+    messages: list[str] = []
+    budget = TokenBudget(20, True, messages.append)
     # With this eps, AdamW does not make the most of the smallest gradients.
     step = make_step(model, loss, lr=1e-2, eps=1e-2, weight_decay=0.1, use_scaler=fp16, budget=budget)
     step(first)
@@ -404,7 +404,7 @@ def weights_after_two_steps(*, fp16: bool, idle: bool, fails: bool) -> dict[str,
     if fails:
         model.get_input_embeddings().register_forward_hook(run_out)
     metrics = step(second)
-    assert len(said) == fails and metrics["optimizer/skipped"] == 0
+    assert len(messages) == fails and metrics["optimizer/skipped"] == 0
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -414,8 +414,8 @@ def test_memory_that_runs_out_once_changes_nothing_about_the_step(fp16: bool, id
     with float64():
         exact = weights_after_two_steps(fp16=False, idle=idle, fails=False)
     # Smaller micro-batches round otherwise.
-    found, plain = (weights_after_two_steps(fp16=fp16, idle=idle, fails=fails) for fails in (True, False))
-    assert_rounds_alike(found, plain, exact)
+    weights, plain = (weights_after_two_steps(fp16=fp16, idle=idle, fails=fails) for fails in (True, False))
+    assert_rounds_alike(weights, plain, exact)
 
 
 def test_an_update_without_room_for_its_moments_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +512,7 @@ def test_no_refusal_is_allowed_when_the_bound_is_zero() -> None:
 def test_a_refused_step_still_moves_the_schedule() -> None:
     _, step = real_step(schedule="linear", total_steps=4)
     batch = make_batch()
-    lrs = [step(one)["optimizer/lr"] for one in (batch, spoilt(batch), batch)]
+    lrs = [step(data)["optimizer/lr"] for data in (batch, spoilt(batch), batch)]
     assert lrs == pytest.approx([1e-2, 0.75e-2, 0.5e-2])
 
 

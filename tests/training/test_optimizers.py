@@ -162,7 +162,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, rank: int, fp16: bool) -> 
     file.seek(0)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     for seed in range(2, 4):
-        metrics = [one(make_batch(seed=seed)) for one in (step, resumed)]
+        metrics = [train_step(make_batch(seed=seed)) for train_step in (step, resumed)]
         assert metrics[0] == metrics[1]
     for ours, theirs, weight in zip(resumed.parameters, step.parameters, weights, strict=True):
         assert torch.equal(ours, theirs) and not torch.equal(ours, weight)

@@ -76,10 +76,10 @@ def allocator_of_a_server(folder: Path) -> str:
 
 def allocator_of_ray(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the configuration of the allocator that a cluster of Ray would start with."""
-    found: list[str] = []
-    monkeypatch.setattr(ray, "init", lambda **_: found.append(os.environ.get(CONF, "nothing")))
+    values: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **_: values.append(os.environ.get(CONF, "nothing")))
     ray_pool._connect(Config(), 1, [])
-    return found[0]
+    return values[0]
 
 
 def test_only_this_process_has_segments_that_grow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

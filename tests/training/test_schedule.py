@@ -34,14 +34,14 @@ def test_a_configuration_gives_the_schedule() -> None:
     cfg.env.num_envs, cfg.env.repeats = 4, 4
     cfg.train.epochs, cfg.train.optim_batch_size, cfg.train.total_dialog_turns = 2, 8, 64
     cfg.train.checkpoint_frequency, cfg.eval.frequency, cfg.ref_model.refresh_frequency = 5, 3, 7
-    found = RunSchedule.from_config(cfg)
+    schedule = RunSchedule.from_config(cfg)
     # 4 rounds of 16 samples, each trained on twice in batches of 8.
-    assert (found.steps_per_round, found.total_steps, found.publish_every) == (4, 16, 4)
-    assert (found.evaluate_every, found.checkpoint_every, found.refresh_every) == (3, 5, 7)
+    assert (schedule.steps_per_round, schedule.total_steps, schedule.publish_every) == (4, 16, 4)
+    assert (schedule.evaluate_every, schedule.checkpoint_every, schedule.refresh_every) == (3, 5, 7)
     cfg.train.weight_update_frequency = 3
     cfg.eval.num_problems = 0
-    found = RunSchedule.from_config(cfg)
-    assert (found.publish_every, found.evaluates) == (3, False)
+    schedule = RunSchedule.from_config(cfg)
+    assert (schedule.publish_every, schedule.evaluates) == (3, False)
 
 
 @pytest.mark.parametrize(("interval", "expected"), [(0, [12]), (5, [5, 10, 12]), (4, [4, 8, 12])])
@@ -98,7 +98,7 @@ SHORT = "env.num_envs=16 train.optim_batch_size=64 train.total_dialog_turns=1024
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("", []),
         ("optimizer.warmup_steps=14 optimizer.schedule=cosine", []),
@@ -128,10 +128,10 @@ SHORT = "env.num_envs=16 train.optim_batch_size=64 train.total_dialog_turns=1024
         ("env.shuffle=false env.order_by=level", ["env.order_by=level: the run draws 128 of 200 problems"]),
     ],
 )
-def test_schedules_that_the_run_is_too_short_for_are_told(words: str, said: list[str]) -> None:
-    told = checks.length_warnings(read(f"{SHORT} optimizer.lr=1e-5 {words}"), problems=200)
-    assert len(told) == len(said) and all(map(str.startswith, told, said)), told
-    for sentence in told:
+def test_schedules_that_the_run_is_too_short_for_are_told(words: str, expected: list[str]) -> None:
+    warnings = checks.length_warnings(read(f"{SHORT} optimizer.lr=1e-5 {words}"), problems=200)
+    assert len(warnings) == len(expected) and all(map(str.startswith, warnings, expected)), warnings
+    for sentence in warnings:
         # As a user would: each of the alternatives.
         for fix in sentence.partition("; write ")[2].split(" or "):
             again = with_total_turns(read(f"{SHORT} optimizer.lr=1e-5 {words} {fix}"), 200)
@@ -139,14 +139,14 @@ def test_schedules_that_the_run_is_too_short_for_are_told(words: str, said: list
 
 
 def test_a_default_length_that_passes_over_few_problems_for_days_is_told(repo_root: Path) -> None:
-    def told(words: str, problems: int | None) -> list[str]:
+    def warnings_of(words: str, problems: int | None) -> list[str]:
         return checks.length_warnings(with_total_turns(read(words), problems or 0), problems)
 
-    assert told("", 32) == [
+    assert warnings_of("", 32) == [
         "train.total_dialog_turns=64000: this default makes 1000 optimizer steps, which pass over the 32 "
         "problems 250 times; write train.num_epochs=8 or a smaller train.total_dialog_turns"
     ]
-    (of_sft,) = told("train.total_dialog_turns=14944 env.repeats=2 env.num_envs=16", 36)
+    (of_sft,) = warnings_of("train.total_dialog_turns=14944 env.repeats=2 env.num_envs=16", 36)
     assert of_sft.startswith("train.total_dialog_turns=14944: ") and "208 times" in of_sft
     files = [OmegaConf.load(repo_root / f"config/{name}.yaml") for name in ("base", "sft_gsm8k")]
     assert tuple(file.train.total_dialog_turns for file in files) == checks.DEFAULT_TURNS
@@ -157,7 +157,7 @@ def test_a_default_length_that_passes_over_few_problems_for_days_is_told(repo_ro
         ("train.num_epochs=40 train.total_dialog_turns=null", 4),
         ("", None),
     ):
-        assert told(words, problems) == []
+        assert warnings_of(words, problems) == []
 
 
 def test_a_rate_is_reached_if_nothing_is_told() -> None:

@@ -88,9 +88,9 @@ def test_a_window_bounds_the_pairs() -> None:
 def test_a_prompt_counts_once_and_frozen_weights_have_no_gradient() -> None:
     model = make_model()
     count = FlopCounter(model)
-    one = count([50], [[2]], backward=False)
-    assert count([50], [[2] * 8], backward=False) < 1.6 * one
-    assert count([50, 50], [[2], [2]], backward=False) == 2 * one
+    single = count([50], [[2]], backward=False)
+    assert count([50], [[2] * 8], backward=False) < 1.6 * single
+    assert count([50, 50], [[2], [2]], backward=False) == 2 * single
     assert count([], [], backward=True) == 0
     whole = count([50], [[9, 0, 4]], backward=True)
     model.requires_grad_(False)

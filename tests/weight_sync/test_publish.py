@@ -149,11 +149,11 @@ def test_the_perturbation_at_the_start_is_put_back_bit_for_bit(family: str) -> N
 
 
 def test_the_bound_follows_what_is_seen_at_the_start_unless_it_is_given() -> None:
-    derived, given = make_publisher(), make_publisher(bound=0.5)
+    derived, fixed = make_publisher(), make_publisher(bound=0.5)
     derived.verify_at_start(0)
-    given.verify_at_start(0)
+    fixed.verify_at_start(0)
     assert derived.bound == pytest.approx(1e-3)
-    assert given.bound == 0.5
+    assert fixed.bound == 0.5
     resumed, changed = make_publisher(), make_publisher(bound=0.7)
     for publisher in (resumed, changed):
         publisher.load_state_dict({"noise": 0.1, "bound": 0.3, "precision": "float32"})
@@ -176,19 +176,19 @@ class CannotBeRead(AnswersElsewhere):
     """An engine that computes with a tensor which cannot be read back."""
 
     def checksums(self) -> tuple[Checksums, ...]:
-        (found,) = super().checksums()
+        (checksums,) = super().checksums()
         hidden = "model.layers.1.mlp.down_proj.weight"
-        return (Checksums(found.dtype, {n: v for n, v in found.values.items() if n != hidden}),)
+        return (Checksums(checksums.dtype, {n: v for n, v in checksums.values.items() if n != hidden}),)
 
 
 def test_answers_far_from_the_trainers_are_a_warning_where_the_weights_are_known() -> None:
-    said: list[str] = []
-    publisher = make_publisher(AnswersElsewhere, warn=said.append)
+    messages: list[str] = []
+    publisher = make_publisher(AnswersElsewhere, warn=messages.append)
     publisher.verify_at_start(0)
     publisher.engine.off = 0.3  # type: ignore[attr-defined]
     for version in (1, 2):
         assert publisher.publish(version)["publish/logprob_diff_mean"] == pytest.approx(0.3, abs=1e-3)
-    assert len(said) == 1 and "0.3 nats on average" in said[0] and "bit for bit" in said[0]
+    assert len(messages) == 1 and "0.3 nats on average" in messages[0] and "bit for bit" in messages[0]
 
 
 def test_how_far_an_update_moves_the_policy() -> None:
@@ -428,9 +428,9 @@ def test_sabotage_is_found(
 
 
 def test_old_answers_that_nobody_reports_are_warned_of() -> None:
-    said: list[str] = []
-    train_and_publish(make_publisher(ForgetsInSilence, warn=said.append), 1e-2)
-    assert len(said) == 1 and "nats on average" in said[0]
+    messages: list[str] = []
+    train_and_publish(make_publisher(ForgetsInSilence, warn=messages.append), 1e-2)
+    assert len(messages) == 1 and "nats on average" in messages[0]
 
 
 def test_the_engine_that_caches_and_resets_passes() -> None:
