@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import ConfigError, DataError, ModelError
 from torchrl_grpo.planning.preflight import place
 from torchrl_grpo.rewards import RewardSet
+from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.rollout import saved_groups
 from torchrl_grpo.rollout.collector import GroupSource
 from torchrl_grpo.rollout.groups import ScoredGroup
@@ -88,13 +93,29 @@ def test_family_that_cannot_share_prompts_computes_them_apart(train: Runner, tmp
     assert first["policy/logprob_diff"] < 1e-5
 
 
-def test_resumed_run_is_the_uninterrupted_run(train: Runner, tmp_path: Path) -> None:
-    settings = {"train__optim_batch_size": 8, "train__epochs": 2, "eval__frequency": 0}
-    whole = train("run", train__checkpoint_frequency=3, checkpoint__keep=9, **settings)
-    rollouts = read(tmp_path / "run/rollouts.jsonl")
-    # In the middle of the first round. One that changed the run it was written in would be seen too.
-    assert train("run", resume=str(tmp_path / "run/checkpoints/3"), train__checkpoint_frequency=0) == whole
-    assert read(tmp_path / "run/rollouts.jsonl") == rollouts
+def test_killed_and_resumed_run_is_the_uninterrupted_run(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"train__optim_batch_size": 4, "train__epochs": 2, "eval__frequency": 0}
+    settings["train__checkpoint_frequency"] = 3
+    graded = itertools.count(1)
+
+    def kill(self: BareNumberReward, text: str, example: object) -> float:
+        # In the second of two rounds of 16 responses.
+        if next(graded) == 24:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(text) % 5 / 4
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BareNumberReward, "__call__", kill)
+        process = multiprocessing.get_context("fork").Process(target=train, args=("broken",), kwargs=settings)
+        process.start()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert read(tmp_path / "broken/metrics.jsonl")[-1]["step"] == 8
+    whole = train("whole", **settings)
+    assert train("broken", resume="auto") == whole
+    assert read(tmp_path / "broken/rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
 
 
 @pytest.mark.float32
