@@ -28,6 +28,8 @@ from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.pictures import PictureProcessor
+from torchrl_grpo.tools.verify_resume import read
+from torchrl_grpo.training.job import run_async
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
@@ -91,9 +93,17 @@ def test_vllm_in_a_server_samples_what_the_trainer_scores(
         config.model.name, config.model.pictures = str(model), True
         config.env.dataset, config.env.data_path = "pictures", None
         config.env.task_args = {"kinds": ["count", "dice"], "size": 48}
-        config.inference_model.max_model_len, config.train.total_dialog_turns = 256, 16
+        config.inference_model.max_model_len, config.train.total_dialog_turns = 256, 32
+        config.eval.frequency = 0
         monkeypatch.setenv(KEY_VARIABLE, process.key)
         config.inference_model.backend = "vllm_server"
         config.inference_model.servers = [process.address]
-        first, *_ = without_eval(train("run", eval__frequency=0))
-        assert first["policy/logprob_diff"] < 1e-5
+        together = without_eval(train("sync"))
+        config.collector.max_policy_age = 0
+        run_async(config, tmp_path / "async")
+        apart = without_eval(read(tmp_path / "async/metrics.jsonl"))
+        assert len(together) == len(apart) == 2
+        assert all(line["policy/logprob_diff"] < 1e-5 for line in [*together, *apart])
+        first, second = (read(tmp_path / run / "rollouts.jsonl") for run in ("sync", "async"))
+        for key in ("prompt", "pictures", "response"):
+            assert [row[key] for row in first] == [row[key] for row in second]
