@@ -1,12 +1,12 @@
 """``python -m benchmarks.small_vlm FOLDER``: an untrained model of a million parameters for small pictures.
 
 It is an Idefics3, with a tokenizer that is trained on the questions of ``env.dataset=pictures``. Pictures
-have 32 x 32 pixels and four tokens. ``benchmarks.learning pictures`` trains it.
+have 32 x 32 pixels and four tokens. ``benchmarks.learning pictures`` trains it. The vocabulary
+has the words of those questions and of the chat template, so that prompts are short.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: What the questions end with.
-FORMAT = "Write the number between <answer> and </answer>."
 _SIDE, _PATCH, _SHUFFLE = 32, 8, 2
 _CONTROL = (
     "<|im_start|>",
@@ -32,11 +30,6 @@ _TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def in_tags(completion: str, example: object) -> float:
-    """Reward of the format alone: whether a response is a number between the tags and nothing else."""
-    return float(re.fullmatch(r"<answer>\d+</answer>", completion) is not None)
 
 
 def build(folder: Path, seed: int) -> None:
@@ -84,15 +77,14 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     from torchrl_grpo.config.schema import EnvConfig
     from torchrl_grpo.data.picture_tasks import Generated
 
-    problems = Generated(
-        EnvConfig(dataset="pictures", task_size=500), seed=0, split="train", is_held_out=False
-    )
-    texts = [f"{problem.messages[-1]['content']} {FORMAT} {problem.solution}" for problem in problems]
+    env = EnvConfig(dataset="pictures", task_size=500, prompt_template="{question}", answer_format="plain")
+    problems = Generated(env, seed=0, split="train", is_held_out=False)
+    texts = [f"user\n{each.messages[-1]['content']}\nassistant\n{each.solution}" for each in problems]
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=768,
         special_tokens=list(_CONTROL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

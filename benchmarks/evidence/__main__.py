@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.evidence import page, records
 from benchmarks.evidence.experiments import EXPERIMENTS
-from benchmarks.learning import folders_of, run_stages
+from benchmarks.learning import first_model, folders_of, run_stages
 
 
 def main() -> None:
@@ -26,10 +26,11 @@ def main() -> None:
     for name in args.names:
         experiment = EXPERIMENTS[name]
         for seed in range(experiment.seeds) if args.seed is None else [args.seed]:
+            model = first_model(experiment.arms, seed, args.folder.resolve() / name)
             for arm, stages in experiment.arms.items():
                 if args.arm in (None, arm):
                     runs = folders_of(stages, experiment.arms, seed, args.folder.resolve() / name)
-                    run_stages(stages, seed, runs, ())
+                    run_stages(stages, seed, runs, (), model)
                     _keep(name, records.read_record(arm, seed, runs, experiment.shape))
     _write_page()
 

@@ -66,15 +66,15 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str) -> dict[s
     return record
 
 
-def _graded(run: Path, step: int, shape: str) -> dict[str, tuple[float, bool]]:
-    """Return the mean grade of each problem at a step, and whether its first response has the right form."""
+def _graded(run: Path, step: int, shape: str) -> dict[str, tuple[float, float]]:
+    """Return the mean grade of each problem at a step, and the share of its responses in the right form."""
     grades: dict[str, list[float]] = {}
-    formed: dict[str, bool] = {}
+    formed: dict[str, list[bool]] = {}
     for row in read_jsonl(run / EVALUATIONS):
         if row["step"] == step and row.get("grade") is not None:
             grades.setdefault(row["id"], []).append(row["grade"])
-            formed.setdefault(row["id"], re.fullmatch(shape, row["response"].strip()) is not None)
-    return {id: (sum(values) / len(values), formed[id]) for id, values in grades.items()}
+            formed.setdefault(row["id"], []).append(re.fullmatch(shape, row["response"].strip()) is not None)
+    return {id: (sum(values) / len(values), sum(formed[id]) / len(values)) for id, values in grades.items()}
 
 
 def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:

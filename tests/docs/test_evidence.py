@@ -13,6 +13,7 @@ from scipy import stats
 
 from benchmarks.evidence import controls, page, records
 from benchmarks.evidence.experiments import EXPERIMENTS, Experiment
+from benchmarks.learning import first_model
 from torchrl_grpo.cli.checked_job import compose_job
 
 ARMS: dict[str, Any] = {"GRPO": (), "random": ()}
@@ -24,13 +25,19 @@ def made(arm: str, seed: int, before: list[float], after: list[float], **more: A
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_commands_of_an_experiment_are_accepted(experiment: str) -> None:
-    stages = {stage.words: stage for arm in EXPERIMENTS[experiment].arms.values() for stage in arm}
+def test_commands_of_an_experiment_are_accepted(experiment: str, tmp_path: Path) -> None:
+    arms = EXPERIMENTS[experiment].arms
+    small = first_model(arms, 0, tmp_path)
+    stages = {stage.words: stage for arm in arms.values() for stage in arm}
     for stage in stages.values():
-        model = [] if stage.takes == "model.name" else [f"{stage.takes}=smollm2-135m"]
-        name, *words = stage.words
-        cfg = compose_job([*words, *model], name.removeprefix("--config-name="), None)
-        assert cfg.train.method == ("sft" if "sft" in stage.script else "grpo")
+        needs_model = small is not None or stage.takes != "model.name"
+        model = [f"{stage.takes}={small or 'smollm2-135m'}"] if needs_model else []
+        method = "sft" if "sft" in stage.script else "grpo"
+        names = [word for word in stage.words if word.startswith("--config-name=")]
+        words = [word for word in stage.words if word not in names]
+        name = names[0].removeprefix("--config-name=") if names else f"{method}_gsm8k"
+        cfg = compose_job([*words, *model], name, None)
+        assert cfg.train.method == method
 
 
 def test_the_page_is_that_of_the_records() -> None:
@@ -67,9 +74,9 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"seconds": 9, "dialog_turns": 64, "steps": 4}))
     about = json.loads((run / ".hydra/about.json").read_text())
     (run / ".hydra/about.json").write_text(json.dumps({**about, "machine": "Linux", "started": "today"}))
-    record = records.read_record("GRPO", 1, [run], r"run p \d 0")
+    record = records.read_record("GRPO", 1, [run], r"run \w \d 0")
     assert (record["ids"], record["before"], record["after"]) == (["p", "q"], [0.0, 1.0], [1.0, 0.5])
-    assert (record["formed"], record["seconds"], record["steps"]) == ([0.5, 0.5], [9], [0, 4])
+    assert (record["formed"], record["seconds"], record["steps"]) == ([1.0, 0.75], [9], [0, 4])
     records.save("made", [record, {**record, "seed": 2}], tmp_path / "records")
     assert records.load("made", tmp_path / "records") == [record, {**record, "seed": 2}]
     with pytest.raises(ValueError, match="not all runs were measured on the same problems"):
