@@ -1,5 +1,7 @@
 """Random models for pictures and text, with their families' own processors and a tokenizer made here.
 
+The processor of LFM2-VL needs torchvision. Where that is missing, tests of this family are skipped.
+
 The pictures of a test are small, and so are the models. Video processors need torchvision, which is not
 installed, and are left out: nothing here has videos.
 """
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 _WORDS = [
@@ -58,7 +61,7 @@ _SIZES = {
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
 }
-FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision", "internvl", "llava")
+FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision", "internvl", "llava", "lfm2_vl")
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -341,6 +344,40 @@ def _llava() -> tuple[Any, Any, Any]:
     return LlavaForConditionalGeneration, config, processor
 
 
+def _lfm2_vl() -> tuple[Any, Any, Any]:
+    pytest.importorskip("torchvision", reason="the processor of LFM2-VL needs torchvision")
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration, Lfm2VlProcessor
+    from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
+
+    tokenizer = tiny_tokenizer(
+        "<image>",
+        image_token="<image>",
+        image_start_token="<img>",
+        image_end_token="</img>",
+        image_thumbnail_token="<global-img>",
+    )
+    # A convolution carries two tokens on to the next.
+    text = {**_SIZES, **_ids(tokenizer), "layer_types": ["conv", "full_attention"], "model_type": "lfm2"}
+    text |= {"block_auto_adjust_ff_dim": False}
+    del text["head_dim"]
+    vision = _vision(model_type="siglip2_vision_model", num_patches=16)
+    del vision["image_size"]
+    config = Lfm2VlConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        projector_hidden_size=64,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # Pictures of more than 16 tokens are divided into tiles.
+    images = Lfm2VlImageProcessor(
+        encoder_patch_size=8, tile_size=32, min_image_tokens=2, max_image_tokens=16, max_tiles=4
+    )
+    processor = Lfm2VlProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+    return Lfm2VlForConditionalGeneration, config, processor
+
+
 _PARTS: dict[str, Any] = {
     "idefics3": _idefics3,
     "qwen2_5_vl": _qwen2_5_vl,
@@ -349,4 +386,5 @@ _PARTS: dict[str, Any] = {
     "llava_onevision": _llava_onevision,
     "internvl": _internvl,
     "llava": _llava,
+    "lfm2_vl": _lfm2_vl,
 }

@@ -232,7 +232,8 @@ class _Batch:
             positions = inputs.pop("position_ids")
         next_position = positions.reshape(-1, *mask.shape).amax((0, 2)) + 1
         self.logits = forward(ids, mask, positions, self._cache, **inputs).repeat_interleave(repeats, 0)
-        self._cache.batch_select_indices(torch.arange(len(runs), device=device).repeat_interleave(repeats))
+        # Unlike batch_select_indices, this also knows the states of convolutions and of linear attention.
+        self._cache.reorder_cache(torch.arange(len(runs), device=device).repeat_interleave(repeats))
         self._mask = mask.repeat_interleave(repeats, 0)
         self._position = next_position.repeat_interleave(repeats, 0)
         self._moves = torch.ones_like(self._position)
