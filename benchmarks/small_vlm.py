@@ -75,9 +75,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     from torchrl_grpo.config.schema import EnvConfig
+    from torchrl_grpo.config.values import AnswerFormat
     from torchrl_grpo.data.picture_tasks import Generated
 
-    env = EnvConfig(dataset="pictures", task_size=500, prompt_template="{question}", answer_format="plain")
+    env = EnvConfig(
+        dataset="pictures", task_size=500, prompt_template="{question}", answer_format=AnswerFormat.plain
+    )
     problems = Generated(env, seed=0, split="train", is_held_out=False)
     texts = [f"user\n{each.messages[-1]['content']}\nassistant\n{each.solution}" for each in problems]
     raw = Tokenizer(models.BPE())

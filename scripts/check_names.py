@@ -27,6 +27,8 @@ def bindings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 | ast.FunctionDef(lineno=line, name=name)
                 | ast.AsyncFunctionDef(lineno=line, name=name)
                 | ast.ClassDef(lineno=line, name=name)
+                | ast.ExceptHandler(lineno=line, name=str() as name)
+                | ast.MatchAs(lineno=line, name=str() as name)
             ):
                 yield line, name
 

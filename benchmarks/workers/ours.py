@@ -84,7 +84,7 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     reward_set = rewards.RewardSet([(Drawn(), 1.0)])
     grader = rewards.build_grader(cfg, reward_set)
     session = build_session(Job(cfg, folder / "run", data.load(cfg), reward_set, grader))
-    engine = session.parts.engine.local_engine
+    engine = session.parts.workers.local_engine
     assert isinstance(engine, SteppingEngine)
     submit = engine.submit
     engine.submit = lambda requests: submit(  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
-from torchrl_grpo.config.checks.schedule import check_async, check_sync
+from torchrl_grpo.config.checks.schedule import check_async, check_in_turn, check_sync
 from torchrl_grpo.config.derived import describe_length, rounds, steps_per_round, with_total_turns
 from torchrl_grpo.config.values import ConstantGroups, Proximal, WeightTransfer
 from torchrl_grpo.errors import ConfigError
@@ -91,6 +91,22 @@ def test_keys_that_contradict_each_other_are_refused(changes: dict[str, object],
 )
 def test_keys_that_fit_are_taken(changes: dict[str, object]) -> None:
     check_async(config(**changes))
+
+
+@pytest.mark.parametrize("check", [check_async, check_in_turn])
+def test_each_engine_needs_a_group(check: Callable[[Config], None]) -> None:
+    cfg = config()
+    cfg.inference_model.backend = "vllm_server"
+    cfg.inference_model.num_devices = 2 * cfg.env.num_envs
+    cfg.inference_model.tensor_parallel_size = 2
+    check(cfg)
+    cfg.inference_model.num_devices += 2
+    with pytest.raises(ConfigError, match=r"inference_model\.num_devices=18: .*num_devices=16$"):
+        check(cfg)
+    cfg.inference_model.num_devices = "auto"
+    cfg.inference_model.servers = [f"http://host:{port}" for port in range(9)]
+    with pytest.raises(ConfigError, match=r"inference_model\.servers=\[.*host:8\]: .*host:7\]$"):
+        check(cfg)
 
 
 @pytest.mark.parametrize("check", [check_sync, check_async])

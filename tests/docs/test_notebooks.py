@@ -24,6 +24,8 @@ def test_notebooks_run(repo_root: Path, tiny_model_dir: Path, tmp_path: Path) ->
     paths = sorted((repo_root / "examples").glob("*.ipynb"))
     notebooks: dict[str, Any] = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     for notebook in notebooks.values():
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        assert all(not cell.outputs and cell.execution_count is None for cell in code)
         (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
         parameters.source = f"MODEL, ROUNDS, CONFIG = {str(tiny_model_dir)!r}, 1, {config!r}"
         # One kernel, which imports once, runs all of them. It knows no name of the one before.

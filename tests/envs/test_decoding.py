@@ -33,9 +33,13 @@ def shouting() -> PreTrainedTokenizerFast:
     return Shouting(tokenizer_object=byte_level().backend_tokenizer)
 
 
-def cleaning() -> PreTrainedTokenizerFast:
+def cleaning(**options: bool) -> PreTrainedTokenizerFast:
     backend = byte_level().backend_tokenizer
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True, **options)
+
+
+def forced_to_clean() -> PreTrainedTokenizerFast:
+    return cleaning(clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True)
 
 
 def assert_equal(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -53,7 +57,8 @@ def assert_equal(tokenizer: PreTrainedTokenizerFast) -> None:
     [
         (byte_level, True),
         (shouting, False),
-        (cleaning, False),
+        (cleaning, True),
+        (forced_to_clean, False),
         (lambda: build_tokenizer("first", ["<|im_end|>"]), False),
     ],
 )

@@ -77,8 +77,8 @@ def test_what_is_registered_of_an_engine_exists(kind: EngineKind) -> None:
         assert path is None or callable(load_built_in(path))
     if kind.servers is not None:
         assert load_built_in(kind.servers).engine is kind and kind.api_key_variable
-    if kind.engine_args is not None:
-        assert importlib.import_module(kind.engine_args).SET_BY_KEY
+    if kind.engine_args_rules is not None:
+        assert importlib.import_module(kind.engine_args_rules).SET_BY_KEY
 
 
 def test_an_engine_that_only_servers_have_is_not_built_here() -> None:

@@ -26,7 +26,7 @@ from torchrl_grpo.inference.protocol import Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
 from torchrl_grpo.inference.servers.channels import nccl
-from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
+from torchrl_grpo.inference.servers.channels.group import ProcessGroupEnded, WeightGroup
 from torchrl_grpo.inference.servers.channels.nccl import Broadcaster
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection
@@ -172,7 +172,7 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
 
     monkeypatch.setattr(nccl, "_EXIT_NOTICE_S", 0.1)
     monkeypatch.setattr(WeightGroup, "broadcast", interrupted)
-    with pytest.raises(GroupEnded):
+    with pytest.raises(ProcessGroupEnded):
         publish()
     monkeypatch.setattr(WeightGroup, "broadcast", broadcast)
     publish().result()

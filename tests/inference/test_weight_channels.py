@@ -30,7 +30,7 @@ from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
 from torchrl_grpo.inference.servers.channels import cuda_ipc, nccl, trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
-from torchrl_grpo.inference.servers.channels.group import GroupEnded, NotTogether, WeightGroup
+from torchrl_grpo.inference.servers.channels.group import NotTogether, ProcessGroupEnded, WeightGroup
 from torchrl_grpo.inference.servers.channels.nccl import (
     Broadcaster,
     own_address,
@@ -523,7 +523,7 @@ def test_weights_that_are_not_what_was_sent_are_refused(what: str) -> None:
         list(receive_weights(rank, shapes, torch.float32, CPU, ROOM))
     sending.join(20)
     trainer.end()
-    with pytest.raises(GroupEnded, match="has left the group"):
+    with pytest.raises(ProcessGroupEnded, match="has left the group"):
         trainer.broadcast(torch.zeros(8, dtype=torch.uint8))
 
 

@@ -218,7 +218,7 @@ def test_parts_of_a_function_are_logged(scored: Callable[..., list[ResponseScore
         ("hangs", "did not answer within 2 s"),
         ("dies", "exited unexpectedly (exit code 3)"),
         ("raises", "KeyError: 'no such thing', line 46 of mine.py"),
-        ("text", "TypeError: score is the text 'good', not a number"),
+        ("text", "TypeError: it returned the text 'good', not a number"),
         ("too_many", "ValueError: for 1 completions, it returned a list of length 2"),
         ("no_list", "TypeError: it returned float, not a list of 1 numbers"),
         ("not_finite", "ValueError: score is nan, not a finite number"),

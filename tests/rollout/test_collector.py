@@ -191,16 +191,18 @@ def test_workers_are_measured_by_their_mean_and_their_extremes(make: Any) -> Non
     collector = make()
     start = collector._since[0]
     others = {"score_seconds": 0.0, "restarts": 0, "queue": 0}
-    collector._since = (start, {"tokens": [0, 0], "seconds": [1.0, 1.0], **others})
-    collector._worker_stats = lambda: {"tokens": [8, 4], "seconds": [2.0, 6.0], **others}
+    collector._since = (start, {"tokens": [0, 0, 0], "seconds": [1.0, 1.0, 1.0], **others})
+    collector._worker_stats = lambda: {"tokens": [0, 8, 4], "seconds": [1.0, 2.0, 6.0], **others}
     collector._clock = lambda: start + 4.0
     collector._is_local = False
     metrics = collector.round_metrics(None)
-    # The second worker began what it ended before the other round was there.
-    shares = {"busy_share": 0.75, "busy_share_min": 0.25, "busy_share_max": 1.0}
-    rates = {"tokens_per_s": 1.5, "tokens_per_s_min": 1.0, "tokens_per_s_max": 2.0, "slowest": 1}
+    # The first worker had nothing to do. The last one began before the other round what it ended now.
+    shares = {"busy_share": 0.5, "busy_share_min": 0.0, "busy_share_max": 1.0}
+    rates = {"tokens_per_s": 4.4, "tokens_per_s_min": 0.8, "tokens_per_s_max": 8.0, "slowest": 2}
     for name, value in (shares | rates).items():
         assert metrics[f"workers/{name}"] == value, name
+    collector._since = (start, collector._worker_stats())
+    assert "workers/slowest" not in collector.round_metrics(None)
 
 
 def test_a_coarse_clock_does_not_end_a_run(make: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,5 +127,9 @@ def test_what_dead_workers_had_begun_is_begun_anew_by_one_engine(
             train("run", resume=resume, collector__max_restarts=0, inference_model__num_devices=2)
         steps = sorted(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir())
         assert steps[-1] == last
+        if last == 1:
+            shutil.copytree(tmp_path / "run", tmp_path / "early")
     train("run", resume="auto", inference_model__num_devices=1)
     assert sampled(tmp_path / "run") == sampled(tmp_path / "whole")
+    train("early", resume="auto", inference_model__num_devices=1)
+    assert sampled(tmp_path / "early") == sampled(tmp_path / "whole")

@@ -398,10 +398,12 @@ def test_the_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_stage_that_trains(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["inference_model.backend=transformers", "inference_model.max_model_len=200", "optimizer.lr=1e-3"]
     there = Context(context.folder, context.model, 0, words, 120.0)
-    monkeypatch.setattr(
-        "torchrl_grpo.tools.gpu_check.runs.subprocess.Popen",
-        lambda command, stdout, **_: ForkedPopen(command, stdout=stdout),
-    )
+
+    def start(command: Any, stdout: Any, start_new_session: bool, **_: Any) -> ForkedPopen:
+        assert start_new_session, "a stage that takes too long is ended with all that it started"
+        return ForkedPopen(command, stdout=stdout)
+
+    monkeypatch.setattr("torchrl_grpo.tools.gpu_check.runs.subprocess.Popen", start)
     result = command.run_stage("float32", STAGES["float32"], there)
     assert result.status is Status.passed, result.reason
     assert float(result.figures["engine_to_trainer_nats"]) < 1e-4

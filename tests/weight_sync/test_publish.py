@@ -101,6 +101,7 @@ def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.d
         engine.fault = fault
 
     assert_all_are_found(publisher, publisher.verify_at_start, plant)
+    assert_each_is_found(publisher, publisher.verify_at_start, plant, of_each_kind(every_part(publisher))[:1])
     assert_all_are_found(publisher, publisher.publish, plant)
     assert_each_is_found(publisher, publisher.publish, plant, of_each_kind(every_part(publisher)))
 

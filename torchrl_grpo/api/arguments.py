@@ -24,9 +24,9 @@ def unknown_arguments_error(arguments: Mapping[str, Any], known: Sequence[str]) 
 
 
 def _advice(name: str, value: Any, known: Sequence[str]) -> str:
-    own = elsewhere.find_argument(name)
-    if own is not None:
-        return own.advice(name, None)
+    foreign = elsewhere.find_argument(name)
+    if foreign is not None:
+        return foreign.advice(name, None)
     book = keys()
     if elsewhere.find(name) is None and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.8)):
         return f"write {close[0]}=... instead"

@@ -168,7 +168,7 @@ def _of_engines(read: Read) -> Iterator[Contradiction]:
         _keys("inference_model", "tensor_parallel_size pipeline_parallel_size"),
     )
     kind = engine_kind(read(backend))
-    if kind.engine_args is None:
+    if kind.engine_args_rules is None:
         yield Contradiction(backend, ("inference_model.engine_args",), {})
     if not kind.spans_devices:
         yield Contradiction(backend, sizes)

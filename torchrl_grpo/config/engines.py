@@ -32,8 +32,8 @@ class EngineKind:
             in ``allocation_mode``.
         has_own_python: whether the package is in an environment of its own, whose Python
             ``inference_model.server_python`` names.
-        engine_args: module that says which entries of ``inference_model.engine_args`` are refused, in the
-            tables ``SET_BY_KEY``, ``ALWAYS_SET`` and ``ONE_DEVICE``; None if it takes no entries.
+        engine_args_rules: module that says which entries of ``inference_model.engine_args`` are refused, in
+            the tables ``SET_BY_KEY``, ``ALWAYS_SET`` and ``ONE_DEVICE``; None if it takes no entries.
         needs_gpu: function that returns whether the installed package runs on GPUs only; None if it never
             does.
         least_temperature: temperature below which it samples at this one.
@@ -62,7 +62,7 @@ class EngineKind:
     api_key_variable: str = ""
     package: str | None = None
     has_own_python: bool = False
-    engine_args: str | None = None
+    engine_args_rules: str | None = None
     needs_gpu: str | None = None
     least_temperature: float = 0.0
     preallocates: bool = False
@@ -89,7 +89,7 @@ _VLLM = EngineKind(
     "vLLM",
     build=f"{_INFERENCE}.vllm_engine:build",
     package="vllm",
-    engine_args="torchrl_grpo.config.checks.engine",
+    engine_args_rules="torchrl_grpo.config.checks.engine",
     needs_gpu="torchrl_grpo.runtime.hardware:vllm_needs_gpu",
     # vLLM raises a lower temperature to this one, so its log-probabilities would be of another distribution.
     least_temperature=0.01,
@@ -123,7 +123,7 @@ _KINDS = (
         api_key_variable=SGLANG_KEY_VARIABLE,
         package="sglang",
         has_own_python=True,
-        engine_args="torchrl_grpo.config.checks.sglang",
+        engine_args_rules="torchrl_grpo.config.checks.sglang",
         preallocates=True,
         takes_pictures=False,
     ),

@@ -7,10 +7,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import decoders
+from tokenizers import decoders, models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_CLEANS_UP = "clean_up_tokenization_spaces"
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
@@ -18,6 +21,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
 
     That holds the interpreter's lock, and takes 0.4 µs a token: one response of 32,000 tokens stops all other
     threads for 13 ms. Most tokens of models are bytes. Joining those takes a third of the time or less.
+    Tokens may be added to the tokenizer later, and nothing else of it may change.
     """
     contents = _contents(tokenizer)
     if contents is None:
@@ -54,7 +58,11 @@ def _contents(tokenizer: PreTrainedTokenizerBase) -> _Contents | None:
 
     own = type(tokenizer)
     is_usual = isinstance(tokenizer, Usual) and (own.decode, own._decode) == (Usual.decode, Usual._decode)
-    if not is_usual or tokenizer.clean_up_tokenization_spaces:
+    if not is_usual or "decode" in vars(tokenizer):
         return None
     backend = tokenizer.backend_tokenizer
+    # Since version 5.17 transformers does not do it to BPE, unless it is forced to.
+    is_forced = vars(tokenizer).get(f"{_CLEANS_UP}_for_bpe_even_though_it_will_corrupt_output", True)
+    if tokenizer.clean_up_tokenization_spaces and (is_forced or not isinstance(backend.model, models.BPE)):
+        return None
     return _Contents(backend.id_to_token) if type(backend.decoder) is decoders.ByteLevel else None

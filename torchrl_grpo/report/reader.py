@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from torchrl_grpo.runtime.files.shared_files import read_small
 MOST_ROLLOUTS = 1_000_000
 # Of responses to held-out problems, a third of it comes on top, and so it does of pictures.
 CHARACTERS = 24_000_000
-# Metrics beyond these are left out.
+# Metrics beyond these are left out, and so are those that older runs have of each worker.
 _MOST_METRICS = 500
+_OF_EACH_WORKER = re.compile(r"workers/(tokens_per_s|busy_share)_\d+")
 UNKNOWN, ENDED, CUT_OFF, FAILED = range(4)
 
 
@@ -92,7 +94,11 @@ class RunReader:
             self._held_out.take(row)
 
     def _take_metrics(self, row: dict[str, Any]) -> None:
-        numbers = {name: number(value) for name, value in row.items() if name != "step"}
+        numbers = {
+            name: number(value)
+            for name, value in row.items()
+            if name != "step" and not _OF_EACH_WORKER.fullmatch(name)
+        }
         for name in numbers:
             if name not in self._metrics and len(self._metrics) < _MOST_METRICS:
                 self._metrics[name] = array("d", [math.nan]) * len(self._steps)

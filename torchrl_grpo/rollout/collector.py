@@ -292,6 +292,13 @@ class Collector:
         tokens = [now - then for now, then in zip(stats["tokens"], before["tokens"], strict=True)]
         waited, self._waited = self._waited, 0.0
         mean_busy = sum(busy) / count
+        # Of those that generated. One that had nothing to do is not slow.
+        rates = {
+            number: sampled / seconds
+            for number, (sampled, seconds) in enumerate(zip(tokens, busy, strict=True))
+            if seconds > 0
+        }
+        slowest = min(rates, key=rates.__getitem__, default=None)
         return {
             "throughput/generated_tokens_per_s": sum(tokens) / span,
             "workers/busy_share": min(1.0, mean_busy / span),
@@ -302,13 +309,19 @@ class Collector:
             "workers/score_s": stats["score_seconds"] - before["score_seconds"],
             "workers/restarts": stats["restarts"],
             "workers/queue": stats["queue"],
-            "workers/tokens_per_s": sum(tokens) / count / span,
-            "workers/tokens_per_s_min": min(tokens) / span,
-            "workers/tokens_per_s_max": max(tokens) / span,
-            "workers/slowest": tokens.index(min(tokens)),
             # A call counts when it ends, and may have begun before.
             "workers/busy_share_min": min(1.0, min(busy) / span),
             "workers/busy_share_max": min(1.0, max(busy) / span),
+            **(
+                {}
+                if slowest is None
+                else {
+                    "workers/tokens_per_s": sum(rates.values()) / len(rates),
+                    "workers/tokens_per_s_min": rates[slowest],
+                    "workers/tokens_per_s_max": max(rates.values()),
+                    "workers/slowest": slowest,
+                }
+            ),
         }
 
     def _worker_stats(self) -> dict[str, Any]:

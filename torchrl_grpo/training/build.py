@@ -221,7 +221,7 @@ def _build(
         plan=plan,
         tokenizer=tokenizer,
         learner=learner,
-        engine=collector.worker_group,
+        workers=collector.worker_group,
         collector=collector,
         reference=reference,
         buffer=buffer,

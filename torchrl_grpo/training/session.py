@@ -269,8 +269,8 @@ class Session:
     def sleep_engine(self) -> None:
         """Free the engine's memory until the next publication, if the plan says that the engine sleeps."""
         if self.parts.plan.sleeps and not self._asleep:
-            assert self.parts.engine.local_engine is not None
-            self.parts.engine.local_engine.sleep()
+            assert self.parts.workers.local_engine is not None
+            self.parts.workers.local_engine.sleep()
             self._asleep = True
 
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
@@ -301,11 +301,11 @@ class Session:
             self.checkpoints.writer.wait_until_read()
             self.parts.ranks.call_all(Learner.park_optimizer, self.parts.learner)
         if self._asleep:
-            assert self.parts.engine.local_engine is not None
+            assert self.parts.workers.local_engine is not None
             if self.parts.learner.device.type == "cuda":
                 # The engine needs the memory that the trainer's allocator has cached.
                 torch.cuda.empty_cache()
-            self.parts.engine.local_engine.wake()
+            self.parts.workers.local_engine.wake()
             self._asleep = False
         wait = self.schedule.is_evaluation_due(step) or self.schedule.is_finished(step)
         metrics = self.parts.publisher.publish(step, wait=wait)
@@ -318,7 +318,7 @@ class Session:
             TrainingStopped: a worker that took part does not hold these weights.
         """
         started = time.perf_counter()
-        evaluation = self.parts.evaluator(self.parts.engine)
+        evaluation = self.parts.evaluator(self.parts.workers)
         # A worker that was restarted during the evaluation reported its checksums before it generated, so
         # check them now.
         self.parts.publisher.verify_new_results()

@@ -38,7 +38,8 @@ class Counters:
         reward_errors: rewards that raised.
         seconds: time that earlier processes spent on the run; 0 if it was not resumed.
         accuracy_before: held-out accuracy before training; None if it was not measured.
-        primary_before: mean held-out reward before training; None if no reward of the user grades.
+        primary_before: mean held-out value of the reward that grades (``eval.reward`` or its default) before
+            training; None if that is no reward of the user.
         loss_before: loss of held-out solutions before training; None if rewards grade.
         any_number: whether the reward that grades has had other values than 0 and 1.
         any_zero: whether a reward of the user that grades has been less than 1 in an evaluation.
@@ -74,7 +75,9 @@ class Counters:
     def take_held_out(self, value: float) -> None:
         """Count an evaluation of the current step, unless it was counted before the run was resumed.
 
-        A value that is no number, such as the loss of a model that has diverged, is never the best.
+        Args:
+            value: held-out value, of which a larger one is better: a loss comes negated. One that is no
+                number, such as that of a model that has diverged, is never the best.
         """
         if self.evaluated_step == self.step:
             return
@@ -134,7 +137,7 @@ class Parts:
         plan: devices of the trainer, the engines and the reference model.
         tokenizer: tokenizer of the model.
         learner: trained model with its objective and optimizer.
-        engine: all workers as one.
+        workers: all workers as one engine.
         collector: source of rounds.
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
@@ -148,7 +151,7 @@ class Parts:
     plan: Plan
     tokenizer: PreTrainedTokenizerBase
     learner: Learner
-    engine: WorkerGroup
+    workers: WorkerGroup
     collector: Collector
     reference: LogProbScorer | None
     buffer: GroupBuffer

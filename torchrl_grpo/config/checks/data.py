@@ -29,6 +29,7 @@ def check_data(cfg: Config) -> None:
     Raises:
         ConfigError: a value is invalid.
     """
+    check_dataset(cfg.env.dataset)
     if not cfg.env.mixture:  # whose parts have data sets of their own
         _check_task(cfg)
     _check_episodes(cfg)
@@ -155,7 +156,6 @@ def _check_sampling(cfg: Config) -> None:
 
 def _check_task(cfg: Config) -> None:
     env = cfg.env
-    check_dataset(env.dataset)
     own, drawn = user_code.parse(env.dataset) is not None, env.dataset == "pictures"
     generated = drawn or env.dataset == "reasoning_gym"
     if env.dataset == "reasoning_gym" and env.task is None:

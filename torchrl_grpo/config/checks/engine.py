@@ -26,7 +26,7 @@ _STARTED = "the servers of inference_model.servers run already"
 # Hosts that only this machine reaches.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-# Argument of vLLM -> the key that sets it.
+# vLLM's tables, which its EngineKind.engine_args_rules names. Argument -> the key that sets it.
 SET_BY_KEY = {
     "model": "model.name",
     "tokenizer": "model.name",
@@ -80,9 +80,9 @@ def check_engine_args(cfg: Config) -> None:
     inference = cfg.inference_model
     if not inference.engine_args:
         return
-    rules = inference.engine.engine_args
+    rules = inference.engine.engine_args_rules
     if rules is None:
-        takers = dict.fromkeys(kind.program for kind in ENGINES.values() if kind.engine_args)
+        takers = dict.fromkeys(kind.program for kind in ENGINES.values() if kind.engine_args_rules)
         wrong = f"inference_model.backend={inference.backend} takes none, only {' and '.join(takers)} do"
         raise bad_value(_KEY, inference.engine_args, wrong, f"inference_model.backend=vllm or {_KEY}={{}}")
     if inference.servers != "auto":

@@ -239,10 +239,16 @@ def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
 
 
 def _check_workers(cfg: Config) -> None:
-    workers = num_devices(cfg.inference_model)
-    if workers > cfg.env.num_envs:
-        wrong = f"a round has only env.num_envs={cfg.env.num_envs} groups, and a group is not divided"
-        raise _too_many("inference_model", cfg.inference_model, wrong, cfg.env.num_envs)
+    inference, groups = cfg.inference_model, cfg.env.num_envs
+    wrong = f"a round has only env.num_envs={groups} groups, and a group is not divided"
+    if isinstance(inference.servers, list):
+        if len(inference.servers) > groups:
+            fix = f"inference_model.servers={show(inference.servers[:groups])}"
+            raise bad_value("inference_model.servers", inference.servers, wrong, fix)
+        return
+    size = inference.tensor_parallel_size * inference.pipeline_parallel_size
+    if num_devices(inference) > groups * size:
+        raise _too_many("inference_model", inference, wrong, groups * size)
 
 
 def _check_ranks(cfg: Config) -> None:

@@ -17,7 +17,7 @@ const PANELS = [
   { title: "Seconds by phase", match: /^(time\/|workers\/(wait|score)_s)/ },
   { title: "Memory, GiB", match: /^memory\// },
   { title: "Age of the weights that sampled, rounds", match: /^policy\/(age_mean|age_max|mixed)$/ },
-  { title: "Tokens per second", match: /^throughput\/(generated|trained)_tokens_per_s$|^workers\/tokens_per_s_/ },
+  { title: "Tokens per second", match: /^throughput\/(generated|trained)_tokens_per_s$|^workers\/tokens_per_s(_min|_max)?$/ },
   { title: "Workers", match: /^workers\/(busy_share(_min|_max)?|overlap|queue|restarts)$/ },
   { title: "Episodes", match: /^episode\/(turns|tool_)/ },
   { title: "Data", match: /^data\// },

@@ -57,12 +57,17 @@ def run(payload: dict[str, Any]) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numbers of numpy and torch into Python's. What is no number fails where it is read."""
+    """Turn numbers of numpy and torch into Python's.
+
+    Raises:
+        TypeError: it is no number.
+    """
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
-    if value is None or isinstance(value, str):
+    if value is None:
         return value
     try:
         return float(value)
-    except (TypeError, ValueError):
-        return repr(value)
+    except (TypeError, ValueError) as error:
+        shown = f"the text {value[:80]!r}" if isinstance(value, str) else f"a {type(value).__name__}"
+        raise TypeError(f"it returned {shown}, not a number") from error

@@ -1,1 +1,1 @@
-"""Engines and reference models in Ray workers, and how work is divided between them."""
+"""Engines and reference models in workers, and how work is divided between them."""

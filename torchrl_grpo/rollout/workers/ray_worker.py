@@ -17,7 +17,7 @@ from torchrl_grpo.inference.pieces import Assembler
 from torchrl_grpo.inference.protocol import Probe, SteppingEngine
 from torchrl_grpo.inference.servers.channels import trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
-from torchrl_grpo.inference.servers.channels.group import GroupEnded
+from torchrl_grpo.inference.servers.channels.group import ProcessGroupEnded
 from torchrl_grpo.inference.servers.channels.receiver import Receiver
 from torchrl_grpo.inference.servers.transfer_types import Opening
 from torchrl_grpo.inference.servers.weight_files import Bucket
@@ -157,7 +157,7 @@ class RolloutActor:
         try:
             for pieces in self.receiver.receive(item, self._shapes, self.dtype):
                 self.worker.engine.update(self._assembler.take(pieces))
-        except GroupEnded as error:
+        except ProcessGroupEnded as error:
             # The engine takes all weights again.
             self.worker.engine.finish_update()
             raise TransferPostponed(str(error)) from error

@@ -85,7 +85,9 @@ class ReferenceScorer:
         responses: Sequence[Sequence[int]],
         files: Sequence[bytes] | None = None,
     ) -> ReferenceLogProbs:
-        """Return the numbers of each token of G responses, at the sampling temperature.
+        """Return log-probabilities of each token of G responses, at the sampling temperature.
+
+        With ``policy.distill_top_k=K`` come K candidates of each token, with their log-probabilities.
 
         Args:
             prompt: token ids of the prompt.

@@ -24,11 +24,11 @@ _FOREVER = timedelta(days=365)
 _NOTE_S = 5.0
 
 
-class GroupEnded(RuntimeError):
+class ProcessGroupEnded(RuntimeError):
     """The group ended before everything was sent, because a process has left it."""
 
 
-class NotTogether(GroupEnded):
+class NotTogether(ProcessGroupEnded):
     """Not all processes of a group came in time, or they cannot be connected."""
 
 
@@ -83,7 +83,7 @@ class WeightGroup:
         """Send ``content`` (rank 0) or fill it (the others), in order with what the device computes.
 
         Raises:
-            GroupEnded: the group has ended.
+            ProcessGroupEnded: the group has ended.
             RuntimeError: it failed for another reason.
         """
         on_gpu = self._device.type == "cuda"
@@ -105,7 +105,7 @@ class WeightGroup:
         """Block until everything has been sent or has arrived.
 
         Raises:
-            GroupEnded: the group has ended, so not everything was.
+            ProcessGroupEnded: the group has ended, so not everything was.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -113,7 +113,7 @@ class WeightGroup:
 
     def _check(self) -> None:
         if self._ended.is_set():
-            raise GroupEnded("a process has left the group that weights are sent to")
+            raise ProcessGroupEnded("a process has left the group that weights are sent to")
 
     def end(self) -> None:
         """End the group for all its processes. Only rank 0 may: a rank that watches holds its store."""

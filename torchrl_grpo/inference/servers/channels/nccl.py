@@ -31,7 +31,7 @@ from torchrl_grpo.inference.layout import Shape
 from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
-from torchrl_grpo.inference.servers.channels.group import GroupEnded, NotTogether, WeightGroup
+from torchrl_grpo.inference.servers.channels.group import NotTogether, ProcessGroupEnded, WeightGroup
 from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
 from torchrl_grpo.inference.servers.weight_files import divide, room_for
 from torchrl_grpo.inference.servers.weight_stream import WeightStream
@@ -150,7 +150,7 @@ class Broadcaster(Channel):
                 self._group = group
                 return group
         group.end()
-        raise GroupEnded(f"a {self._receiver} has left while the group was made")
+        raise ProcessGroupEnded(f"a {self._receiver} has left while the group was made")
 
     def _join(
         self, meeting: Mapping[str, Any], has_left: Callable[[], bool], stream: WeightStream
@@ -205,7 +205,7 @@ def send_weights(
         room: size of a message in bytes; only a longer row makes a larger one.
 
     Raises:
-        GroupEnded: a rank has left.
+        ProcessGroupEnded: a rank has left.
     """
     digest = _Digest()
     for pieces in divide(weights, room):
@@ -231,7 +231,7 @@ def receive_weights(
         room: as :func:`send_weights` has it.
 
     Raises:
-        GroupEnded: the trainer or a rank has left.
+        ProcessGroupEnded: the trainer or a rank has left.
         RuntimeError: other weights have arrived than were sent. They have all been yielded by then.
     """
     announced = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items())

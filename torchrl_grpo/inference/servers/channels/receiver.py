@@ -9,7 +9,7 @@ import torch
 from torchrl_grpo.inference.layout import Shape
 from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers.channels.cuda_ipc import OpenedHalves
-from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
+from torchrl_grpo.inference.servers.channels.group import ProcessGroupEnded, WeightGroup
 from torchrl_grpo.inference.servers.channels.nccl import receive_weights
 from torchrl_grpo.inference.servers.transfer_types import Opening
 from torchrl_grpo.inference.servers.weight_files import Bucket
@@ -39,7 +39,7 @@ class Receiver:
             dtype: their dtype.
 
         Raises:
-            GroupEnded: another process or the trainer was not there, or has left.
+            ProcessGroupEnded: another process or the trainer was not there, or has left.
             RuntimeError: the content is not what was sent or announced.
         """
         if isinstance(item, Bucket):
@@ -63,7 +63,7 @@ class Receiver:
                 self._group = WeightGroup(content, content["first"] + self._rank, self._device)
             assert self._group is not None, "the trainer keeps a group that all have joined"
             yield from receive_weights(self._group, shapes, dtype, self._device, content["room"])
-        except GroupEnded:
+        except ProcessGroupEnded:
             self.close()
             raise
 

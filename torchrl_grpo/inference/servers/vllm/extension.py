@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.inference.servers.channels import trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import gpu_name
-from torchrl_grpo.inference.servers.channels.group import GroupEnded
+from torchrl_grpo.inference.servers.channels.group import ProcessGroupEnded
 from torchrl_grpo.inference.servers.channels.receiver import Receiver
 from torchrl_grpo.inference.servers.model_identity import describe
 from torchrl_grpo.inference.servers.transfer_types import INTERRUPTED, Opening
@@ -104,7 +104,7 @@ class WeightExtension:
         """
         try:
             self._receive(Opening.from_json(opening))
-        except GroupEnded as error:
+        except ProcessGroupEnded as error:
             # If this goes on, the trainer fails with an error that says more.
             _LOG.warning("weights are not received yet: %s", error)
             self.grpo_finish_update()
