@@ -81,7 +81,7 @@ def test_adapters_are_measured_in_their_run_and_alone(train: Runner, config: Con
         (["file"], "error: model.name=file: this is a file; write a folder saved by save_pretrained"),
         (
             [],
-            "error: command line: the following arguments are required: MODEL_OR_RUN; --help shows",
+            "error: command line: the following arguments are required: MODEL_OR_RUN; write what ",
         ),
         (["empty", "--bogus"], "error: command line: unrecognized arguments: --bogus"),
         (["empty", "eval.num_problem=3"], "error: eval.num_problem=3: there is no key"),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_tokenizers import build_tokenizer
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from torchrl_grpo.envs.decoding import _contents, decode
 
@@ -73,10 +72,3 @@ def test_tokens_may_be_added_later() -> None:
     assert decode(tokenizer, [len(tokenizer)]) == ""
     tokenizer.add_tokens(["later"])
     assert decode(tokenizer, [len(tokenizer) - 1]) == "later"
-
-
-@pytest.mark.integration
-def test_texts_of_a_real_model(smollm2_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    assert _contents(tokenizer) is not None
-    assert_equal(tokenizer)

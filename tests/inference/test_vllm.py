@@ -22,6 +22,7 @@ from vllm_arguments import ON_A_CPU, TINY_ENGINE, keep_heap
 
 from torchrl_grpo.batch.schema import build_batch, collate
 from torchrl_grpo.envs.chat import render
+from torchrl_grpo.envs.decoding import decode
 from torchrl_grpo.errors import ModelError, TrainingStopped
 from torchrl_grpo.inference import vllm_weights
 from torchrl_grpo.inference.protocol import Completion, Probe, Request, Sampling
@@ -156,6 +157,8 @@ def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
     episodes = talking(engine, tokenizer, max_turns=4, max_episodes=16)
     groups = episodes.generate(prompts, Sampling(4, 96, 1.0, seeds=seeds, problems=examples))
     assert check_tokens(prompts, groups, calls) > EPISODES, "episodes of one turn test nothing"
+    rows = [completion.token_ids for group in groups for completion in group]
+    assert [decode(tokenizer, row) for row in rows] == [tokenizer.decode(row) for row in rows]
     round_ = build_batch(
         prompts, groups, torch.zeros(len(examples), 4, 1), torch.zeros(len(examples), 4, 0),
         torch.zeros(len(examples), 4, dtype=torch.int64), 0, 2,

@@ -429,12 +429,15 @@ def test_a_server_that_hangs_in_a_trial_is_not_missed_if_something_else_fails_fi
 ) -> None:
     """It could not load the weights that go another way."""
     monkeypatch.setattr(nccl, "_EXIT_NOTICE_S", 0.1)
-    carrier = StreamCarrier(channel=Broadcaster(CPU, 1.0))
+    carrier, has_begun = StreamCarrier(channel=Broadcaster(CPU, 1.0)), threading.Event()
 
     def refuses(item: Any) -> None:
+        # After a refusal nobody begins to take anything.
+        assert has_begun.wait(60)
         raise RuntimeError("no such memory")
 
     def hangs(item: Any) -> None:
+        has_begun.set()
         # The trainer has given up the group by then.
         threading.Event().wait(1.5)
         raise ServerLost("no answer within 1.5 s") from TimeoutError()

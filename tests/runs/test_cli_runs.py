@@ -498,8 +498,8 @@ def test_dry_run_tries_the_rewards(workplace: Path, capsys: pytest.CaptureFixtur
     assert call(*words, f"reward.functions={{{functions}}}") == 0
     shown = capsys.readouterr().err
     warnings = [line for line in shown.splitlines() if line.startswith("warning: reward.functions.")]
-    assert len(warnings) == 2 and "reward.functions.boom failed on" in warnings[0], shown
-    assert "ValueError: boom at 7" in warnings[0] and "reward.functions.few failed on" in warnings[1]
+    assert len(warnings) == 2 and "reward.functions.boom failed when" in warnings[0], shown
+    assert "ValueError: boom at 7" in warnings[0] and "reward.functions.few failed when" in warnings[1]
 
 
 def test_dry_run_refuses_a_model_and_a_tool_that_cannot_be_loaded(

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         # For what is missing, argparse names the keys too, which may be left out.
         message = message.replace(", KEY=VALUE", "")
         if not message.startswith("unrecognized"):
-            raise ConfigError(f"command line: {message}; --help shows what to write")
+            raise ConfigError(f"command line: {message}; write what --help shows")
         unknown = re.match(r"unrecognized arguments: (-[^\s=]+)(?:[= ]((?!-)[^\s=]+)(?=\s|$))?", message)
         advice = self.advice(unknown[1], unknown[2]) if unknown else None
         raise ConfigError(f"command line: {message}; {advice or 'write only options that --help lists'}")
