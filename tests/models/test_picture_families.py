@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrl_grpo.config.schema import TrainModelConfig
 from torchrl_grpo.data.pictures import encode
+from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.pictures import PictureProcessor
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 from torchrl_grpo.models.scoring.padding import join_files, pad_left, pad_right
@@ -142,6 +143,30 @@ def test_startup_check_finds_the_exact_path(family: str) -> None:
         shares = shares_prefix(model, pictures=PictureProcessor(processor))
     assert shares == (family not in _RUN_APART)
     assert any(_NOT_SHARED in str(warning.message) for warning in caught) != shares
+
+
+def test_responses_that_see_their_own_later_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a family that takes the whole sequence for a prompt, which it sees both ways."""
+    model, processor = build("idefics3")
+    prepare_for_training(model, TrainModelConfig())
+    forward = type(model).forward
+
+    def sees_ahead(self: Any, input_ids: Tensor, **inputs: Any) -> Any:
+        output = forward(self, input_ids=input_ids, **inputs)
+        if "pixel_values" in inputs:
+            output.logits[..., 60] += 0.1 * input_ids[:, -1:]
+        return output
+
+    monkeypatch.setattr(type(model), "forward", sees_ahead)
+    with pytest.raises(ModelError, match=r"change by .* nats with the tokens after them, "):
+        shares_prefix(model, pictures=PictureProcessor(processor))
+
+
+def test_processor_without_a_token_for_pictures_is_refused() -> None:
+    _, processor = build("idefics3")
+    processor.image_token_ids = [None]
+    with pytest.raises(ModelError, match="names no token that stands for a picture"):
+        PictureProcessor(processor)
 
 
 @pytest.mark.parametrize("trains_vision", [False, True])

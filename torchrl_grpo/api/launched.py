@@ -62,7 +62,7 @@ def on_all_ranks(program: Callable[[], _T]) -> _T:
         try:
             result_of_rank_0 = _ranks().recv()
         except RanksApart:
-            # It has closed the connection by which the ranks would meet again.
+            # Rank 0 has ended, so this rank cannot meet it again.
             result_of_rank_0 = None
         if result_of_rank_0 is None:
             # recv() returns None if the connection to rank 0 breaks: it has ended, and has said why.

@@ -155,7 +155,8 @@ class TokenBudget:
         Args:
             batch: groups as in :mod:`~torchrl_grpo.batch.schema`.
             ranks: number of ranks.
-            kinds: rows of the batch. Those of each kind are divided by themselves. None is all rows.
+            kinds: lists of rows, each divided evenly by itself, such as groups with and without a gradient.
+                Other rows are left out. None is one list of all rows.
         """
         costs = self.costs(batch)
         rows: list[list[int]] = [[] for _ in range(ranks)]

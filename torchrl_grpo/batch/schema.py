@@ -2,8 +2,8 @@
 
 The batch size is ``[P]``. An entry is a whole group: one prompt and its G responses.
 
-A round is a lazy stack of groups, each as wide as its own longest response. L, T and B differ between groups,
-so an entry with one of them is read from each group by itself (``[group["tokens", "response"] for group in
+A round is a lazy stack of groups, each as wide as its own longest response. L, T, B and F differ between
+groups, so an entry with one of them is read from each group by itself (``[group["tokens", "response"] for group in
 groups]``). :func:`collate` pads groups to one width, as in a micro-batch. A padded batch may take the place
 of a lazy stack everywhere.
 
@@ -34,9 +34,9 @@ key                            shape           dtype    meaning
                                                         optimizer steps that produced these weights
 "newest_policy_version"        [P, G]          int64    policy version of the response's newest token
 ("versions", "response")       [P, G, T]       int64    policy version of each token
-("pictures", "files")          [P, B]          uint8    encoded pictures of the prompt, one after another;
+("pictures", "files")          [P, B]          uint8    encoded pictures of the prompt, F one after another;
                                                         only with model.pictures
-("pictures", "sizes")          [P, K]          int64    number of bytes of each picture, 0 after the last
+("pictures", "sizes")          [P, F]          int64    number of bytes of each picture, 0 after the last
 "group_id"                     [P, G]          int64    sequential number of the group
 =============================  ==============  =======  ====================================================
 

@@ -110,7 +110,7 @@ def _without_training(cfg: Config) -> Config:
     return replace(
         cfg,
         train_model=train,
-        policy=replace(cfg.policy, kl_coef=0.0, kl_target=None, distill_coef=0.0),
+        policy=replace(cfg.policy, kl_coef=0.0, init_kl_coeff=None, kl_target=None, distill_coef=0.0),
         ref_model=replace(cfg.ref_model, num_devices="auto", devices=None),
     )
 
@@ -134,7 +134,8 @@ def _measure(cfg: Config, model: ModelArgument) -> Measured:
 
 def _table(models: Sequence[Measured]) -> str:
     kinds = {"eval/accuracy": "accuracy", "eval/primary": "reward", "eval/loss": "loss"}
-    # An own reward that gave 0 and 1 to one model, and 0 to the other, has an accuracy for the first only.
+    # Without eval.threshold, an own reward has an accuracy only where it gave both 0 and 1 and nothing else.
+    # So one model may have it and the other not.
     what = next(kind for name, kind in kinds.items() if all(name in model.metrics for model in models))
     lines = ["", f"held-out {what}, {models[0].num_problems} problems"]
     for model in models:

@@ -1,7 +1,9 @@
-"""Keys that contradict each other, and the value of one that gives way.
+"""Rules of which key gives way to which, and the value that it gets then.
 
 A preset's key gives way to one that was written later (:mod:`torchrl_grpo.cli.precedence`). If the user wrote
-both, the checks refuse them. Pairs without an obvious value for the one that gives way are left out.
+both, checks refuse what really contradicts. A rule may have nothing to do in a configuration: ``settle``
+passes over keys at their defaults and keys that were written later. Pairs without an obvious value for the
+one that gives way are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def contradictions(read: Read) -> Iterator[Contradiction]:
 
 
 def unread(read: Read) -> Iterator[tuple[str, str]]:
-    """Yield each key that nothing reads, with the setting that it needs (:func:`~.keys.key`)."""
+    """Yield each key that nothing would read if it were set, with the setting that it needs.
+
+    See :func:`~torchrl_grpo.config.keys.key`.
+    """
     for key, setting in keys().only_with.items():
         name, equals, needed = setting.partition("=")
         if (show(read(name)) != needed) if equals else (read(name) == keys().defaults[name]):

@@ -2,7 +2,7 @@
 
 ``env.task_args.kinds`` chooses among counting shapes, a clock, bars, dice, a number line and a fraction. A
 problem depends only on the seed and its number. Whether it is held out depends on what is drawn, so no run
-trains on a held-out problem, in whatever colors.
+trains on a held-out problem, in whatever colors where they do not matter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Drawn(NamedTuple):
     Attributes:
         question: what is asked.
         answer: the answer.
-        identity: what is drawn, without its colors and places.
+        identity: what is drawn, without its colors and places where they do not matter.
         picture: the picture.
     """
 

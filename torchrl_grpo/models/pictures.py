@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.data.pictures import decode
+from torchrl_grpo.errors import ModelError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,12 +36,20 @@ class PictureProcessor:
 
     Args:
         processor: a processor of transformers.
+
+    Raises:
+        ModelError: it names no token that stands for a picture.
     """
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
         self.mark = str(processor.image_token)
         self.token_ids = _known(processor, "image_token_ids")
+        if not self.token_ids:
+            raise ModelError(
+                f"{type(processor).__name__} names no token that stands for a picture, so responses could "
+                "have it; choose another model.name"
+            )
         self.blocked = tuple(sorted({*self.token_ids, *_known(processor, "video_token_ids")}))
         self._replacements: dict[tuple[tuple[int, int], ...], list[str]] = {}
 

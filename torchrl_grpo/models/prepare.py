@@ -255,6 +255,7 @@ def _shares_prefix_of_pictures(
         return picture_trial.score_batch(model, processor, shared) - expected
 
     with trial.conditions(model, longest=0):
+        _check_causal(model, processor)
         if shares:
             try:
                 diff = trial.largest_difference(model, lambda: difference(True))
@@ -281,6 +282,23 @@ def _shares_prefix_of_pictures(
             "be computed for several sequences at a time; choose another model.name"
         )
     return False
+
+
+def _check_causal(model: PreTrainedModel, processor: PictureProcessor) -> None:
+    name = type(model).__name__
+    try:
+        diff = trial.largest_difference(model, lambda: picture_trial.look_ahead(model, processor))
+    except (*_UNSUPPORTED, RuntimeError) as error:
+        if ran_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{name} cannot be run with pictures ({first_line(error)}); choose another model.name"
+        ) from error
+    if not diff <= trial.TOLERANCE:
+        raise ModelError(
+            f"{name}: with pictures, its log-probabilities change by {diff:.2g} nats with the tokens after "
+            "them, so they are not those of sampling; choose another model.name"
+        )
 
 
 def _shares_prefix_of_text(model: PreTrainedModel, requested: bool, longest: int | None, key: str) -> bool:

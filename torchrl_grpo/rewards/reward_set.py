@@ -83,7 +83,7 @@ class RewardSet:
 
         So many keep every worker busy, also if a call has a whole group, and a call that hangs holds up its
         own group alone. A single worker gets one call after the other: a reward may have a state. Beside a
-        reward that waits, these are in the order in which groups finish.
+        reward that waits, such as a judge, they come in the order in which the rewards before it have ended.
         """
         own = [reward.parallel_calls for reward, _ in self._rewards if isinstance(reward, WaitingReward)]
         return max([self._workers, *own])

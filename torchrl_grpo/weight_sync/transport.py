@@ -29,8 +29,8 @@ class Transport(Protocol):
 
         Args:
             weights: names and tensors in the engine's dtype. All are read before this returns. Some
-                transports iterate over them again, for an engine that starts later, until others are
-                published.
+                transports iterate over them again, for an engine that starts later. They do so only before
+                the next optimizer step, so the weights are still those of ``version``.
             version: number of optimizer steps that produced these weights.
             probe: prompts for which each engine returns its likeliest next tokens with the new weights.
         """
@@ -51,7 +51,10 @@ class SentWeights:
         self.sums: list[tuple[str, Tensor]] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and weights as they are now."""
+        """Yield the names and weights as they are now.
+
+        Up to the next optimizer step they are those of the publication.
+        """
         self.sums = []
         yield from self._read(self.sums)
 

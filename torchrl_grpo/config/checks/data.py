@@ -195,6 +195,7 @@ def _check_task(cfg: Config) -> None:
 
 def _check_jsonl(cfg: Config) -> None:
     env = cfg.env
+    # Any data of the user's own is of this kind, of whatever format.
     if dataset_kind(env.dataset) != "jsonl":
         wrong = f"env.dataset={env.dataset} has columns of its own, and only jsonl reads this"
         check_unset(cfg, "env", "fields", wrong, also=", or env=jsonl env.data_path=FILE.jsonl")

@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Carrier(ABC):
-    """One value of ``inference_model.weight_transfer``.
+    """A way on which weights travel to engines in other processes.
 
     Attributes:
         folder: folder through which weights travel.

@@ -73,13 +73,35 @@ def batch(model: PreTrainedModel, processor: PictureProcessor) -> PictureBatch:
     return PictureBatch(*pad_left(prompts, 0), response[rows], mask[rows], files)
 
 
+def look_ahead(model: PreTrainedModel, processor: PictureProcessor) -> Tensor:
+    """Return by how much log-probabilities change with tokens after them.
+
+    A family may let a prompt with pictures see itself both ways, and take the response for a part of it.
+
+    Returns:
+        Differences ``[P, G, T]`` float64, of the model's own forward pass.
+    """
+    tried = batch(model, processor)
+    last = tried.mask.sum(-1, keepdim=True) - 1
+    # Each response ends with the token that the one before it ends with.
+    other = tried.response.scatter(-1, last, tried.response.gather(-1, last).roll(1, 1))
+    scores, changed = (
+        _score_one_by_one(model, processor, tried._replace(response=response))
+        for response in (tried.response, other)
+    )
+    return (changed - scores).scatter(-1, last.to(scores.device), 0.0)
+
+
 def score_one_by_one(model: PreTrainedModel, processor: PictureProcessor) -> Tensor:
     """Score the responses of :func:`batch` with the model's own forward pass, one sequence at a time.
 
     Returns:
         Log-probabilities ``[P, G, T]`` float64.
     """
-    tried = batch(model, processor)
+    return _score_one_by_one(model, processor, batch(model, processor))
+
+
+def _score_one_by_one(model: PreTrainedModel, processor: PictureProcessor, tried: PictureBatch) -> Tensor:
     device = model.device
     scores = torch.zeros(tried.response.shape, dtype=torch.float64, device=device)
     for p, g in torch.cartesian_prod(*map(torch.arange, tried.response.shape[:2])).tolist():

@@ -1,4 +1,4 @@
-"""Runs the reference model of ``grpo-async.py`` in separate processes, which score while the trainer trains.
+"""Runs the frozen model of ``grpo-async.py``, reference or teacher, in processes that score while it trains.
 
 Each process is a Ray actor with a copy of the model on its own device. The model is frozen, so an actor has
 no state to lose. If an actor dies, Ray restarts it and resends its requests.
@@ -87,7 +87,8 @@ class ReferenceScorer:
     ) -> ReferenceLogProbs:
         """Return log-probabilities of each token of G responses, at the sampling temperature.
 
-        With ``policy.distill_top_k=K`` come K candidates of each token, with their log-probabilities.
+        The list of a response has T log-probabilities. With ``policy.distill_top_k=K``, K x T candidate token
+        ids follow, and then their K x T log-probabilities.
 
         Args:
             prompt: token ids of the prompt.
