@@ -3,9 +3,9 @@
 The batch size is ``[P]``. An entry is a whole group: one prompt and its G responses.
 
 A round is a lazy stack of groups, each as wide as its own longest response. L, T, B and F differ between
-groups, so an entry with one of them is read from each group by itself (``[group["tokens", "response"] for group in
-groups]``). :func:`collate` pads groups to one width, as in a micro-batch. A padded batch may take the place
-of a lazy stack everywhere.
+groups, so an entry with one of them is read from each group by itself (``[group["tokens", "response"] for
+group in groups]``). :func:`collate` pads groups to one width, as in a micro-batch. A padded batch may take
+the place of a lazy stack everywhere.
 
 =============================  ==============  =======  ====================================================
 key                            shape           dtype    meaning
