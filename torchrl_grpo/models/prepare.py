@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -268,14 +269,7 @@ def _shares_prefix_of_pictures(
                     return True
                 why = f"its log-probabilities with pictures would change by {diff:.2g}"
             warn_about_prefix(model, why)
-        try:
-            diff = trial.largest_difference(model, lambda: difference(False))
-        except (*_UNSUPPORTED, RuntimeError) as error:
-            if ran_out_of_memory(error):
-                raise
-            raise ModelError(
-                f"{name} cannot be run with pictures ({first_line(error)}); choose another model.name"
-            ) from error
+        diff = _largest_with_pictures(model, lambda: difference(False))
     if not diff <= trial.TOLERANCE:
         raise ModelError(
             f"{name}: padding changes its log-probabilities with pictures by {diff:.2g} nats, so they cannot "
@@ -285,20 +279,24 @@ def _shares_prefix_of_pictures(
 
 
 def _check_causal(model: PreTrainedModel, processor: PictureProcessor) -> None:
-    name = type(model).__name__
+    diff = _largest_with_pictures(model, lambda: picture_trial.look_ahead(model, processor))
+    if not diff <= trial.TOLERANCE:
+        raise ModelError(
+            f"{type(model).__name__}: with pictures, its log-probabilities change by {diff:.2g} nats with "
+            "the tokens after them, so they are not those of sampling; choose another model.name"
+        )
+
+
+def _largest_with_pictures(model: PreTrainedModel, difference: Callable[[], Tensor]) -> float:
     try:
-        diff = trial.largest_difference(model, lambda: picture_trial.look_ahead(model, processor))
+        return trial.largest_difference(model, difference)
     except (*_UNSUPPORTED, RuntimeError) as error:
         if ran_out_of_memory(error):
             raise
+        name = type(model).__name__
         raise ModelError(
             f"{name} cannot be run with pictures ({first_line(error)}); choose another model.name"
         ) from error
-    if not diff <= trial.TOLERANCE:
-        raise ModelError(
-            f"{name}: with pictures, its log-probabilities change by {diff:.2g} nats with the tokens after "
-            "them, so they are not those of sampling; choose another model.name"
-        )
 
 
 def _shares_prefix_of_text(model: PreTrainedModel, requested: bool, longest: int | None, key: str) -> bool:
