@@ -1,8 +1,7 @@
-"""docs/objectives.md shows what presets set and how one was added, and names every key of an objective."""
+"""docs/objectives.md shows what presets set, and names every key of an objective."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import re
@@ -88,22 +87,3 @@ def test_every_key_of_an_objective_is_mentioned() -> None:
 def test_pages_that_list_the_presets_list_all(page: str) -> None:
     text = (ROOT / page).read_text()  # without the tables that only the site has
     assert [name for name in PRESETS if not re.search(rf"`(policy=)?{name}`", text)] == []
-
-
-def block(language: str) -> str:
-    """The code block of a language under "Adding a variant"."""
-    section = objectives().partition("\n## Adding a variant\n")[2]
-    match = re.search(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert match is not None
-    return match[1]
-
-
-def test_the_variant_shown_is_that_of_the_code() -> None:
-    source = ast.parse((ROOT / "torchrl_grpo" / "objectives" / "surrogates.py").read_text())
-    (function,) = ast.parse(block("python")).body
-    assert isinstance(function, ast.FunctionDef)
-    (real,) = [n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == function.name]
-    assert ast.get_docstring(real)
-    real.body.pop(0)
-    assert ast.unparse(function) == ast.unparse(real)
-    assert block("yaml") == (CONFIG / "policy" / f"{function.name}.yaml").read_text()
