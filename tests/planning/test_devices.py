@@ -611,8 +611,8 @@ def page_cases() -> dict[str, str]:
 
 @pytest.mark.parametrize("case", page_cases())
 def test_examples_of_the_page_are_what_is_printed(case: str) -> None:
-    assert page_cases()[case] == (dry_run(case) if "GiB" in case else answer(case))
+    assert page_cases()[case] == answer(case)
 
 
 def test_the_page_has_examples() -> None:
-    assert len(page_cases()) >= 3
+    assert len(page_cases()) >= 2
