@@ -25,6 +25,7 @@ PAGES = [
 ]
 # What is no key although it begins like one: train.jsonl, model.safetensors.
 FILE_ENDS = (".jsonl", ".json", ".parquet", ".safetensors", ".pt", ".py", ".yaml", ".html")
+TRAINING = ("grpo", "grpo-async", "grpo-sft")
 TOP_FOLDERS = (
     "torchrl_grpo/",
     "config/",
@@ -36,6 +37,7 @@ TOP_FOLDERS = (
     ".ci/",
 )
 
+_COMMAND = re.compile(rf"(\S*/)?(python3?|grpo\.py) |({'|'.join(TRAINING)}|make|pip install|bash) ")
 _FENCE = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -64,7 +66,7 @@ def inline(text: str) -> list[str]:
 def commands(text: str) -> Iterator[list[str]]:
     """Command lines in blocks and in backticks, split as a shell would."""
     for line in [*fenced(text), *inline(text)]:
-        if re.match(r"((\S*/)?python3? |(\S*/)?grpo\.py |make |pip install |bash )", line):
+        if _COMMAND.match(line):
             for part in line.split(" && "):
                 yield shlex.split(part)
 
@@ -143,7 +145,7 @@ def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page
         re.findall(r"^# \S+/(\w+)\.yaml$", text, re.MULTILINE)
     )  # written by the reader, as the page shows
     for words in commands(text):
-        if not any(word.endswith("grpo.py") for word in words):
+        if words[0] not in TRAINING and not any(word.endswith("grpo.py") for word in words):
             continue
         for word, following in zip(words, [*words[1:], ""], strict=True):
             if word in ("--config-name", "-cn"):
@@ -261,7 +263,8 @@ def test_the_arrows_between_subpackages_are_the_imports() -> None:
 def documented() -> set[str]:
     """The first column of the tables in docs/metrics.md, with ``<...>`` where a part varies."""
     page = (ROOT / "docs" / "metrics.md").read_text()
-    return set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
+    cells = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
+    return {name for cell in cells for name in _CODE.findall(cell)}
 
 
 def written() -> dict[str, str]:

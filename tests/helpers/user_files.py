@@ -9,6 +9,8 @@ from pathlib import Path
 
 from forked import run_script
 
+SCRIPTS = {"grpo": "grpo/grpo.py", "grpo-async": "grpo/grpo-async.py", "grpo-sft": "sft/sft.py"}
+
 
 def blocks_below(page: Path, title: str, level: int = 3) -> list[str]:
     """Return the texts of the code blocks in one section of a page."""
@@ -23,8 +25,8 @@ def train_in(folder: Path, repo_root: Path, command: str, changes: Sequence[str]
     Returns:
         What it printed.
     """
-    script, *words = shlex.split(command)
-    argv = [repo_root / "sota-implementations/grpo" / script, *words, *changes]
+    name, *words = shlex.split(command)
+    argv = [repo_root / "sota-implementations" / SCRIPTS[name], *words, *changes]
     done = run_script(argv, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout + done.stderr)

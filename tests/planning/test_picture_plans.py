@@ -126,7 +126,7 @@ def test_tower_takes_more_if_it_is_trained(folder: Path) -> None:
 
 def _documented(gib: int) -> list[str]:
     page = (ROOT / "docs/vision.md").read_text()
-    (line,) = re.findall(rf"^grpo\.py (\+recipe=gpu_{gib}gb .*)$", page, re.MULTILINE)
+    (line,) = re.findall(rf"^grpo (\+recipe=gpu_{gib}gb .*)$", page, re.MULTILINE)
     return [word for word in line.split() if not word.startswith("model.name=")]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 import socketserver
 import threading
 from pathlib import Path
@@ -127,7 +126,7 @@ def test_prompts_and_a_reward_are_enough(
     (tmp_path / "my_reward.py").write_text(source)
     rows = [{"prompt": f"Greet the guests of room {number}."} for number in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = f"grpo.py env=jsonl env.data_path=prompts.jsonl reward.functions={{{name}:my_reward.py:{name}}}"
+    command = f"grpo env=jsonl env.data_path=prompts.jsonl reward.functions={{{name}:my_reward.py:{name}}}"
     output = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
     assert "prompts.jsonl: 8 of 40 questions are held out; eval.num_problems=N" in output
     assert f"held out: 8 problems, graded by {name}\n" in output and progress in output
@@ -155,17 +154,20 @@ def test_prompts_are_enough_for_a_teacher(
     repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str], which: str
 ) -> None:
     page = (repo_root / "docs/distillation.md").read_text()
-    (command,) = (line for line in page.splitlines() if line.startswith("python ") and which in line)
+    (command,) = (line for line in page.splitlines() if line.startswith("grpo ") and which in line)
     teacher = build_tiny_model(tmp_path / "teacher", seed=5)
-    _, script, *words = shlex.split(command.partition("  #")[0].replace("TEACHER", str(teacher)))
+    command = command.partition("  #")[0].replace("TEACHER", str(teacher))
     write(tmp_path / "prompts.jsonl", [{"question": f"Say {number}."} for number in range(40)])
     (tmp_path / "my_reward.py").write_text(SHAPED)
     # The data set of the recipe is on the hub.
     data = ["env=jsonl", "env.data_path=prompts.jsonl", "reward.functions={brevity:my_reward.py:brevity}"]
-    words += [] if which in data[1] else data
-    words += [*SMALL, f"model.name={tiny_model_dir}", *format_words]
-    done = run_script([repo_root / script, *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    changes = [] if which in data[1] else data
+    train_in(
+        tmp_path,
+        repo_root,
+        command,
+        [*changes, *SMALL, f"model.name={tiny_model_dir}", *format_words],
+    )
     steps = [line for line in lines(tmp_path / "run/metrics.jsonl") if line["step"]]
     assert all(math.isfinite(line["distill/reverse_kl"]) for line in steps)
     assert any(line["advantage/abs_mean"] > 0 for line in steps) == (which == "distill_coef")
@@ -174,20 +176,13 @@ def test_prompts_are_enough_for_a_teacher(
 def test_questions_and_solutions_are_enough_for_sft(
     repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
 ) -> None:
-    (commands,) = re.findall(
-        r"^```\n(python sota-impl.*?)^```$", (repo_root / "docs/sft.md").read_text(), re.M | re.S
-    )[:1]
-    (command,) = (line for line in commands.splitlines() if "solution:s" in line)
+    page = (repo_root / "docs/sft.md").read_text()
+    (command,) = (line for line in page.splitlines() if line.startswith("grpo-sft ") and "solution:s" in line)
     write(
         tmp_path / "chats.jsonl", [{"q": f"Say {number}.", "s": f"It is {number}."} for number in range(40)]
     )
-    _, script, *words = shlex.split(command)
     small = [word for word in SMALL if word != "env.repeats=4"]
-    done = run_script(
-        [repo_root / script, *words, *small, f"model.name={tiny_model_dir}", *format_words], cwd=tmp_path
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
+    output = train_in(tmp_path, repo_root, command, [*small, f"model.name={tiny_model_dir}", *format_words])
     assert "held out: 8 problems, graded by the loss of their solutions\n" in output
     assert "held-out loss      " in output and "(perplexity " in output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -233,7 +228,7 @@ def test_chats_and_a_reward_are_enough(
 ) -> None:
     (tmp_path / "my_reward.py").write_text(SHAPED)
     write(tmp_path / "chats.jsonl", chats())
-    command = "grpo.py env=jsonl env.data_path=chats.jsonl reward.functions={brevity:my_reward.py:brevity}"
+    command = "grpo env=jsonl env.data_path=chats.jsonl reward.functions={brevity:my_reward.py:brevity}"
     output = train_in(tmp_path, repo_root, command, [*SMALL, f"model.name={tiny_model_dir}", *format_words])
     assert "held out: 8 problems, graded by brevity\n" in output and "held-out reward    " in output
     for row in lines(tmp_path / "run/rollouts.jsonl"):
