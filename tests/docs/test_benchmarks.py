@@ -16,7 +16,6 @@ import pytest
 from forked import ForkedPopen
 from tiny_model import build_tiny_model
 from transformers import AutoTokenizer
-from user_files import blocks_below
 
 from benchmarks import __main__ as main
 from benchmarks import pairs, protocol, results
@@ -265,8 +264,3 @@ def test_collection_and_training_are_measured_against_the_real_libraries(
     assert figures["ratio"][1] == theirs["train"] / ours["train"]
     report = (tmp_path / "RESULTS.md").read_text()
     assert "against TRL GRPOTrainer" in report and "stock TorchRL path" in report
-
-
-def test_the_game_that_is_learned_is_the_one_of_the_documentation(repo_root: Path) -> None:
-    source, _ = blocks_below(repo_root / "docs/openenv.md", "An OpenEnv environment", level=2)
-    assert (repo_root / "examples/echo_game.py").read_text() == source

@@ -295,8 +295,8 @@ SMALL = [
 def test_the_openenv_server_of_the_documentation_trains(
     repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
 ) -> None:
-    source, command_line = blocks_below(repo_root / "docs/openenv.md", "An OpenEnv environment", level=2)
-    (tmp_path / "echo_game.py").write_text(source)
+    (command_line,) = blocks_below(repo_root / "docs/openenv.md", "An OpenEnv environment", level=2)
+    (tmp_path / "examples").symlink_to(repo_root / "examples")
     # The virtual environment that the command names.
     (tmp_path / ".venv-openenv").symlink_to(Path(str(PYTHON)).parents[1])
     train_in(tmp_path, repo_root, command_line, [f"model.name={tiny_model_dir}", *SMALL, *format_words])
