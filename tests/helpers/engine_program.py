@@ -65,9 +65,16 @@ class Member:
     engine: RankEngine
     own: Noting
     arrived: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
     def prompts_seen(self) -> list[Any]:
         return self.ranks.gather(self.own.prompts_seen)
+
+    def scored(self, rows: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What rank 0 gets of each rank's rows, after what all ranks know of what each of them got."""
+        received = self.ranks.gather_to_main(list(rows))
+        self.counts = self.ranks.gather(len(received))
+        return received
 
     def shared(self, share: str, common: int) -> list[Any]:
         return self.ranks.gather((share, common))
@@ -126,6 +133,8 @@ def main(output: Path) -> None:
     results["asked"] = here.call_all(Member.prompts_seen, member)
     shares = [f"of rank {rank}" for rank in range(here.size)]
     results["shared"] = here.call_each(Member.shared, member, shares, 7)
+    rows = [[torch.randn(3, length) for length in range(rank, 4)] for rank in range(here.size)]
+    results["rows"] = rows, here.call_each(Member.scored, member, rows), member.counts
     here.call_all(Member.deafen, member, here.size - 1)
     publisher = WeightPublisher(
         new,

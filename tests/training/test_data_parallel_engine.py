@@ -62,6 +62,13 @@ def test_each_rank_gets_its_own_share_of_a_call(results: dict[str, Any]) -> None
     assert results["shared"] == [(f"of rank {rank}", 7) for rank in range(COUNT)]
 
 
+def test_rank_0_alone_gets_the_tensors_of_all_ranks_bit_for_bit(results: dict[str, Any]) -> None:
+    rows, received, counts = results["rows"]
+    assert counts == [COUNT] + [0] * (COUNT - 1)
+    for ours, theirs in zip(received, rows, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("when", ["published", "next, woken"])
 def test_all_ranks_answer_with_the_published_weights(results: dict[str, Any], when: str) -> None:
     ours, alone, exact = results[when], results["next, alone"], results["next, exact"]

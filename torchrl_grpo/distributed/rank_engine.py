@@ -36,9 +36,12 @@ class RankEngine:
         self.outgoing: Tensor | None = None
 
     def answer(self, requests: Sequence[Request]) -> Completions:
-        """Generate the whole responses to this rank's part of the requests, and return those of all ranks.
+        """Generate the whole responses to this rank's part of the requests.
 
         Every rank gets the same requests. Those of a prompt are adjacent, and stay together.
+
+        Returns:
+            The responses of all ranks on rank 0, and none on the others.
         """
         prompts = [list(group) for _, group in itertools.groupby(requests, key=_prompt_of)]
         costs = [len(group[0].tokens) + sum(request.max_new_tokens for request in group) for group in prompts]
@@ -49,7 +52,7 @@ class RankEngine:
         completions: Completions = {}
         while len(completions) < len(own):
             completions.update(self.engine.step())
-        return {key: value for part in self.ranks.gather(completions) for key, value in part.items()}
+        return {key: value for part in self.ranks.gather_to_main(completions) for key, value in part.items()}
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.engine.locate_weights(shapes)
@@ -73,8 +76,9 @@ class RankEngine:
         self.engine.finish_update()
 
     def checksums(self) -> tuple[Checksums, ...]:
-        """See :meth:`Engine.checksums`; one entry for each rank."""
-        return tuple(checksums for rank in self.ranks.gather(self.engine.checksums()) for checksums in rank)
+        """On rank 0: see :meth:`Engine.checksums`; one entry for each rank."""
+        by_rank = self.ranks.gather_to_main(self.engine.checksums())
+        return tuple(checksums for rank in by_rank for checksums in rank)
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`; the rows of all ranks are concatenated."""

@@ -176,7 +176,7 @@ class Ranks:
         return contiguous
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the objects of all ranks, in rank order.
+        """Return the objects of all ranks, in rank order, on every rank.
 
         Tensors in them must be on the CPU. Their shapes may differ between ranks.
         """
@@ -184,6 +184,14 @@ class Ranks:
             return [value]
         boxes: list[Any] = [None] * self.size
         dist.all_gather_object(boxes, value, group=self._orders)
+        return boxes
+
+    def gather_to_main(self, value: _T) -> list[_T]:
+        """Like :meth:`gather`, but the other ranks receive nothing and return an empty list."""
+        if self.size == 1:
+            return [value]
+        boxes: list[Any] = [None] * self.size if self.is_main else []
+        dist.gather_object(value, boxes if self.is_main else None, dst=0, group=self._orders)
         return boxes
 
 

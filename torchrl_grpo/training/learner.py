@@ -234,7 +234,7 @@ class Learner:
 
     @torch.no_grad()
     def score(self, share: Share) -> list[list[Tensor]]:
-        """Return the log-probabilities of the groups of each rank's share."""
+        """On rank 0: return the log-probabilities of the groups of each rank's share; else an empty list."""
         groups = share.groups
         own = [torch.zeros(group["masks", "response"].shape) for group in groups.unbind(0)][: len(share.rows)]
         pieces = self.budget.split(groups, [MicroBatch(tuple(range(len(own))), slice(None))])
@@ -246,7 +246,7 @@ class Learner:
             ]
         for micro, scored in zip(pieces, scores, strict=False):
             write_rows(own, micro, scored)
-        return self.ranks.gather(own)
+        return self.ranks.gather_to_main(own)
 
     @torch.no_grad()
     def next_token_log_probs(
