@@ -123,6 +123,22 @@ def test_many_weights_travel_in_larger_pieces(tmp_path: Path, monkeypatch: pytes
     halves.close()
 
 
+@pytest.mark.parametrize(("servers", "most"), [(1, 2**14), (16, 2**14), (32, 2**15), (500, 2**16)])
+def test_files_in_a_folder_soon_grow_and_are_larger_for_many_servers(
+    servers: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**12)
+    monkeypatch.setattr(weight_files, "MOST_BYTES", 2**14)
+    weights = [(f"w{number}", torch.full((64, 16), float(number))) for number in range(200)]
+    version = FolderWeights(tmp_path, servers).write(weights)
+    sizes = [bucket.size for bucket in version.buckets()]
+    assert sum(sizes) == 200 * 2**12 and max(sizes) == most
+    assert sizes[:7] == [2**12] * 4 + [2**13] * 2 + [2**14], "a small model has small files"
+    pieces = [piece for bucket in version.buckets() for piece in read_bucket(bucket, read_file(bucket))]
+    for piece, (_, tensor) in zip(pieces, weights, strict=True):
+        assert torch.equal(piece.content, tensor.flatten())
+
+
 def test_a_file_stays_while_the_next_one_is_taken(stream: WeightStream) -> None:
     buckets = stream.reader_for(0).buckets()
     loaded: list[tuple[str, torch.Tensor]] = []

@@ -125,13 +125,15 @@ class FolderCarrier(Carrier):
 
     Args:
         folder: the folder; created if there is none.
+        servers: number of servers.
 
     Raises:
         ConfigError: the folder cannot be created.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, servers: int) -> None:
         self.folder = expanded(folder).absolute()
+        self._servers = servers
         # All versions that still exist. Servers may still read one that is not the newest.
         self._versions: weakref.WeakSet[FolderWeights] = weakref.WeakSet()
         try:
@@ -147,7 +149,7 @@ class FolderCarrier(Carrier):
             ConfigError: the folder cannot be written to.
         """
         try:
-            version = FolderWeights(self.folder)
+            version = FolderWeights(self.folder, self._servers)
             self._versions.add(version)
             return version.write(weights)
         except OSError as error:

@@ -26,9 +26,12 @@ from torchrl_grpo.runtime.files import shared_files
 BUCKET_BYTES = 64 * 2**20
 # Size that a half or a file grows to if there are many. Each costs a request to each server.
 MOST_BYTES = 512 * 2**20
-# A half or a file is at most this part of the weights before it, so that little time is lost at the end, when
-# servers load and nothing is written.
+# A half is at most this part of the weights before it, so that little time is lost at the end, when servers
+# load and nothing is written.
 _PART = 16
+# The same for files, all of which are written before a server loads the first. Small models get small ones,
+# because a server on another machine has a whole file in its memory.
+PART_OF_FILES = 2
 # Every tensor starts at a multiple of this, which any number format can be read from.
 _ALIGNMENT = 64
 _PREFIX = "torchrl-grpo-"
@@ -107,7 +110,7 @@ def whole_tensors(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
 
 
 def divide(
-    weights: Iterable[tuple[str, Tensor]], room: int, most_room: int | None = None
+    weights: Iterable[tuple[str, Tensor]], room: int, most_room: int | None = None, part: int = _PART
 ) -> Iterator[list[Piece]]:
     """Divide tensors into lists of pieces that fit into a number of bytes each.
 
@@ -115,8 +118,10 @@ def divide(
 
     Args:
         weights: names and tensors.
-        room: number of bytes of the first list. It is doubled when the lists before have 32 times as much.
+        room: number of bytes of the first list. It is doubled when it is then at most ``1 / part`` of the
+            lists before.
         most_room: number of bytes that it stays below; None for ``room``.
+        part: see ``room``.
     """
     pieces: list[Piece] = []
     free, before = room, 0
@@ -129,7 +134,7 @@ def divide(
             if pieces and rows < 1:
                 yield pieces
                 before += room - free
-                while 2 * room <= min(before // _PART, most_room or room):
+                while 2 * room <= min(before // part, most_room or room):
                     room *= 2
                 pieces, free = [], room
                 continue
@@ -249,7 +254,7 @@ class WeightFiles(BucketSource):
             OSError: there is no room.
         """
         self._buckets = []
-        for number, pieces in enumerate(divide(weights, BUCKET_BYTES, MOST_BYTES)):
+        for number, pieces in enumerate(divide(weights, BUCKET_BYTES, MOST_BYTES, PART_OF_FILES)):
             room = room_for(pieces)
             if number == len(self._segments):
                 self._segments.append(Segment(self._folder.path / str(number), room))

@@ -33,10 +33,23 @@ from torchrl_grpo.runtime.files.shared_files import open_regular
 # minute.
 _LAG_S = 90.0
 _AGAIN_S = 0.25
+# Number of servers from which on files may be several times as large, and how many times at most. Each file
+# costs the trainer a request to each server.
+_MANY_SERVERS, _MOST_TIMES = 16, 4
 
 
 class FolderWeights(WeightFiles):
-    """One version of the weights, in a folder that all machines see under the same path."""
+    """One version of the weights, in a folder that all machines see under the same path.
+
+    Args:
+        parent: folder to create it in.
+        servers: number of servers that load it.
+    """
+
+    def __init__(self, parent: Path, servers: int = 1) -> None:
+        super().__init__(parent)
+        times = min(_MOST_TIMES, max(1, servers // _MANY_SERVERS))
+        self._most_bytes = times * weight_files.MOST_BYTES
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> FolderWeights:
         """Write tensors into files, and return this object.
@@ -45,7 +58,7 @@ class FolderWeights(WeightFiles):
             OSError: the folder cannot be written to, or has no room.
         """
         buffer = torch.empty(weight_files.BUCKET_BYTES, dtype=torch.uint8)
-        sizes = weight_files.BUCKET_BYTES, weight_files.MOST_BYTES
+        sizes = weight_files.BUCKET_BYTES, self._most_bytes, weight_files.PART_OF_FILES
         for number, pieces in enumerate(divide(weights, *sizes)):
             room = weight_files.room_for(pieces)
             if room > len(buffer):

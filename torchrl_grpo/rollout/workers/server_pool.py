@@ -272,7 +272,7 @@ class ServerPool:
         options = self.spec.cfg.inference_model
         if self.spec.weight_transfer == "folder":
             assert options.weight_folder is not None
-            return FolderCarrier(Path(options.weight_folder))
+            return FolderCarrier(Path(options.weight_folder), len(self._members))
         if self.spec.weight_transfer == "nccl":
             timeout_s = self.spec.cfg.collector.timeout_s
             return StreamCarrier(channel=Broadcaster(self.spec.train_device, timeout_s))
