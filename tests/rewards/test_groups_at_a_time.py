@@ -95,6 +95,57 @@ def test_a_call_that_hangs_holds_up_its_own_group_alone() -> None:
         assert [score.total for score in first.result(60)] == [1.0, 2.0]
 
 
+class Noting(Length):
+    """Notes the problems of each call, which fails if a text is ``bad``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[list[str]] = []
+
+    def score_batch(self, completions: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        self.calls.append([example.id for example in examples[::2]])
+        if "bad" in completions:
+            raise ValueError("a bad text")
+        return [float(len(completion)) for completion in completions]
+
+
+class Joined(Noting):
+    prompts_per_call = 2
+
+
+def test_a_call_has_several_groups_of_a_reward_that_allows_it_and_one_of_others() -> None:
+    joined, other = Joined("joined"), Noting("other")
+    examples = [example for group in GROUPS for example in group]
+    with closing(RewardSet([(joined, 1.0), (other, 10.0)], group_size=2)) as rewards:
+        assert rewards.groups_per_call == 2
+        assert MixtureRewardSet({"part": rewards, "other": RewardSet([])}).groups_per_call == 2
+        scores = rewards.score(["a", "ab", "", "abc", "a", ""], examples)
+        assert rewards.score([], []) == []
+    assert joined.calls == [["first", "second"], ["third"]]
+    assert other.calls == [["first"], ["second"], ["third"]]
+    assert [score.total for score in scores] == [11.0, 22.0, 0.0, 33.0, 11.0, 0.0]
+
+
+def test_all_workers_get_calls_before_one_gets_several_groups() -> None:
+    joined = Joined("joined")
+    with closing(RewardSet([(joined, 1.0)], workers=3, group_size=2)) as rewards:
+        rewards.score([""] * 6, [example for group in GROUPS for example in group])
+        assert sorted(joined.calls) == [["first"], ["second"], ["third"]]
+        joined.calls.clear()
+        rewards.score([""] * 12, [example for group in GROUPS * 2 for example in group])
+    assert sorted(map(len, joined.calls)) == [2, 2, 2]
+
+
+def test_a_call_of_several_groups_that_fails_is_repeated_for_each() -> None:
+    joined = Joined("joined")
+    with closing(RewardSet([(joined, 1.0)], on_error=-1.0, group_size=2)) as rewards:
+        scores = rewards.score(["a", "ab", "bad", "abc", "a", ""], [e for group in GROUPS for e in group])
+        assert rewards.error_count == 2
+    assert joined.calls == [["first", "second"], ["first"], ["second"], ["third"]]
+    assert [score.total for score in scores] == [1.0, 2.0, -1.0, -1.0, 1.0, 0.0]
+    assert [bool(score.errors) for score in scores] == [False, False, True, True, False, False]
+
+
 class Pairs:
     """Grades a completion only while another one is graded; the third has none."""
 

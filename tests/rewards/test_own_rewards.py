@@ -7,6 +7,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,26 @@ FILE = """
 
     class Silent:
         pass
+
+    def joined(prompts, completions):
+        return [len(set(prompts))] * len(prompts)
+
+    joined.prompts_per_call = 2
+
+    def alone(completion, example):
+        return 1.0
+
+    alone.prompts_per_call = 2
+
+    class Stateful:
+        prompts_per_call = 2
+        def __call__(self, completions):
+            return [1.0] * len(completions)
+
+    def uncounted(completions):
+        return [1.0] * len(completions)
+
+    uncounted.prompts_per_call = True
 """
 
 
@@ -267,6 +288,17 @@ def test_comparisons_are_those_of_one_prompt(scored: Callable[..., list[Response
     finally:
         rewards.close()
     assert [score.total for score in scores] == [2.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_function_that_says_so_gets_several_prompts(scored: Callable[..., list[ResponseScore]]) -> None:
+    rewards = build_reward_set(config("joined"))
+    try:
+        assert rewards.groups_per_call == 2
+        third = replace(EXAMPLES[0], id="c")
+        scores = rewards.score([""] * 6, [*[EXAMPLES[0]] * 2, *[EXAMPLES[1]] * 2, *[third] * 2])
+    finally:
+        rewards.close()
+    assert [score.total for score in scores] == [2.0, 2.0, 2.0, 2.0, 1.0, 1.0]
 
 
 def test_comparisons_stay_within_a_group_if_two_groups_have_one_problem(
@@ -481,6 +513,13 @@ def test_examples_have_the_columns_of_their_rows(tmp_path: Path, monkeypatch: py
         ),
         ("leaving:length", {}, "importing leaving failed: SystemExit: 5, line 1 of leaving.py"),
         ("mine.py:Silent", {}, "objects of this class cannot be called"),
+        ("mine.py:alone", {}, "prompts_per_call=2 must be a number from 1 on, of a function f(prompts"),
+        ("mine.py:Stateful", {}, "prompts_per_call=2 must be a number from 1 on, of a function f(prompts"),
+        (
+            "mine.py:uncounted",
+            {},
+            "prompts_per_call=True must be a number from 1 on",
+        ),
         ("broken.py:length", {}, "line 2 of broken.py; correct the file"),
         ("parsing.py:length", {}, "(char 0), line 2 of parsing.py; correct the file"),
         ("needs.py:length", {}, "ModuleNotFoundError: No module named 'nowhere', line 2 of needs.py"),

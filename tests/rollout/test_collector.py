@@ -36,7 +36,7 @@ class LengthReward:
     """A reward set of one: the number of characters; an answer without letters is an error."""
 
     names = ("length",)
-    parallel_calls = 1
+    parallel_calls = groups_per_call = 1
 
     def __init__(self) -> None:
         self.calls: list[tuple[threading.Thread, int]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -86,6 +87,63 @@ def test_rewards_that_wait_are_computed_for_several_groups_at_a_time() -> None:
         made._compute_rewards([Group(number, [1], number, [Response(), Response()])])
     under_way.wait(60)
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("threads", "calls"), [(1, [[0], [1, 2, 3], [4, 5, 6], [7]]), (2, [[0], [1], [2, 3, 4], [5, 6, 7]])]
+)
+def test_groups_that_wait_are_scored_together_in_their_order(threads: int, calls: list[list[int]]) -> None:
+    """While the threads hold their first calls, the others wait; then one thread goes on."""
+    held, scored = threading.Semaphore(0), list[list[int]]()
+    gates = [threading.Event() for _ in range(threads)]
+    ended = threading.Event()
+
+    def hold(groups: Sequence[Group]) -> list[ScoredGroup]:
+        number = len(scored)
+        scored.append([group.group_id for group in groups])
+        if number < threads:
+            held.release()
+            gates[number].wait(60)
+        if 7 in scored[-1]:
+            ended.set()
+        return [ScoredGroup(group, ["", ""], []) for group in groups]
+
+    made = make_dispatcher(Pool(True), score_rewards=hold, reward_threads=threads, groups_per_call=3)
+    for number in range(8):
+        made._compute_rewards([Group(number, [1], number, [Response(), Response()])])
+        if number < threads:
+            held.acquire(timeout=60)
+    gates[0].set()
+    assert ended.wait(60)
+    gates[-1].set()
+    made.close()
+    assert scored == calls
+
+
+def test_groups_that_are_scored_together_keep_their_own_numbers_of_the_reference() -> None:
+    gate = threading.Event()
+
+    def hold(groups: Sequence[Group]) -> list[ScoredGroup]:
+        gate.wait(60)
+        return [ScoredGroup(group, ["", ""], []) for group in groups]
+
+    class Reference:
+        def log_probs(self, group: Group) -> Future[list[list[float]]]:
+            future: Future[list[list[float]]] = Future()
+            future.set_result([[float(group.group_id)]] * 2)
+            return future
+
+    made = make_dispatcher(Pool(True), score_rewards=hold, reference=Reference(), groups_per_call=3)
+    for number in range(4):
+        made._compute_rewards([Group(number, [1], number, [Response(), Response()])])
+    gate.set()
+    # What the dispatcher's thread would do: four calls end, and then each group has all its numbers.
+    for _ in range(8):
+        made._inbox.get(timeout=60)()
+    made.close()
+    assert [(scored.group.group_id, scored.reference) for scored in made.take_too_old()] == [
+        (number, [[float(number)]] * 2) for number in range(4)
+    ]
 
 
 def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:

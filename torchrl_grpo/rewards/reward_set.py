@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.types import (
     BatchReward,
+    JoinedReward,
     NoVerdict,
     ResponseScore,
     Result,
@@ -37,7 +38,8 @@ class RewardSet:
         on_error: unweighted value of a reward that raises. A :class:`~torchrl_grpo.rewards.types.NoVerdict`
             has its own.
         workers: number of calls of a reward that run in parallel, of all groups together, unless the reward
-            says so itself. A call has one completion, or those of a group if the reward takes a batch.
+            says so itself. A call has one completion, or those of a group if the reward takes a batch, or of
+            several groups if it allows that.
         group_size: number of responses in a group. Without it, neighbors with the same problem are a group.
         borrowed: names of rewards that are not closed with this set.
     """
@@ -88,6 +90,12 @@ class RewardSet:
         own = [reward.parallel_calls for reward, _ in self._rewards if isinstance(reward, WaitingReward)]
         return max([self._workers, *own])
 
+    @property
+    def groups_per_call(self) -> int:
+        """Largest number of groups that a reward takes in a call."""
+        joined = (reward.prompts_per_call for reward, _ in self._rewards if isinstance(reward, JoinedReward))
+        return max(joined, default=1)
+
     def get(self, name: str) -> Reward | None:
         """Return the reward of that name, or None. This set still owns and closes it."""
         return next((reward for reward, _ in self._rewards if reward.name == name), None)
@@ -127,17 +135,25 @@ class RewardSet:
     ) -> list[Result | Exception]:
         """Return for each completion what the reward returned, or the error that it raised."""
 
-        def score(rows: list[int]) -> list[Result | Exception]:
+        def score(groups: list[list[int]]) -> list[Result | Exception]:
+            rows = [row for group in groups for row in group]
             try:
                 if isinstance(reward, BatchReward):
                     texts, problems = [completions[row] for row in rows], [examples[row] for row in rows]
                     return list(reward.score_batch(texts, problems))
                 return [reward(completions[row], examples[row]) for row in rows]
             except Exception as error:  # noqa: BLE001  a reward may be user code; the error is reported later
+                if len(groups) > 1:
+                    # A timeout or an error costs only the group that it comes from.
+                    _log.warning(
+                        "reward %s failed on %d prompts in one call, and is repeated for each of them: %s",
+                        reward.name, len(groups), error_text(error), extra={"fold": f"reward {reward.name}"},
+                    )  # fmt: skip
+                    return [outcome for group in groups for outcome in score([group])]
                 return [error] * len(rows)
 
         numbers = range(len(completions))
-        calls = [[number] for number in numbers]
+        groups, joined = [[number] for number in numbers], 1
         if isinstance(reward, BatchReward):
             # One call for each group. A timeout or an error then costs only that group, and a reward that
             # compares the texts of a call compares responses to one prompt.
@@ -146,7 +162,11 @@ class RewardSet:
             )
             # Two neighboring groups may have the same problem.
             size = self._group_size or max(1, len(completions))
-            calls = [rows[at : at + size] for rows in same_problem for at in range(0, len(rows), size)]
+            groups = [rows[at : at + size] for rows in same_problem for at in range(0, len(rows), size)]
+        if isinstance(reward, JoinedReward):
+            # Every worker gets a part.
+            joined = max(1, min(reward.prompts_per_call, -(-len(groups) // self._workers)))
+        calls = [groups[at : at + joined] for at in range(0, len(groups), joined)]
         threads = self._own_threads.get(reward.name, self._threads)
         results = map(score, calls) if threads is None else threads.map(score, calls)
         return [outcome for outcomes in results for outcome in outcomes]
@@ -218,6 +238,11 @@ class MixtureRewardSet:
     def parallel_calls(self) -> int:
         """See :attr:`RewardSet.parallel_calls`."""
         return max(rewards.parallel_calls for rewards in self.sets.values())
+
+    @property
+    def groups_per_call(self) -> int:
+        """See :attr:`RewardSet.groups_per_call`."""
+        return max(rewards.groups_per_call for rewards in self.sets.values())
 
     @property
     def error_count(self) -> int:

@@ -106,6 +106,17 @@ class WaitingReward(BatchReward, Protocol):
     parallel_calls: int
 
 
+@runtime_checkable
+class JoinedReward(BatchReward, Protocol):
+    """A batch reward whose calls may have the responses to several prompts.
+
+    Attributes:
+        prompts_per_call: largest number of prompts of a call.
+    """
+
+    prompts_per_call: int
+
+
 class Grader(Protocol):
     """Judges the correctness of a completion in evaluation, by one or more metrics."""
 

@@ -267,6 +267,7 @@ def collector_with_workers(
         trainer_thread=local.thread if local else None,
         make_scored=make_scored,
         reward_threads=env.reward_set.parallel_calls,
+        groups_per_call=env.reward_set.groups_per_call,
     )
     worker_group = WorkerGroup(dispatcher, local.worker.engine if local else None)
     return Collector(groups, worker_group, total_dialog_turns=total_turns(cfg))

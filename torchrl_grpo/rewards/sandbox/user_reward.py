@@ -8,6 +8,9 @@ A function has one of two signatures:
   user's last message, ``completions`` the text of each response, and every column of the data set is a list
   of the same length. ``messages`` has the whole prompts, unless the data set has a column of that name.
 
+A function of the second kind may have an attribute ``prompts_per_call``: the largest number of prompts whose
+responses it takes in a call. A class may not, because its objects may have a state.
+
 Either may be a coroutine function, or a class whose objects are called in this way. The code runs in
 ``reward.workers`` processes of its own. A call that takes longer than ``reward.timeout_s`` is ended with its
 process; it counts as an error, and the object of a class is created anew.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchrl_grpo.data.example import Example
@@ -67,7 +70,15 @@ class UserRewardSpec:
             bound = frozenset([next(iter(user_code.signature(called, self.key).parameters), "self")])
         else:
             bound = frozenset(self.arguments)
-        return target, CallForm.read(user_code.signature(called, self.key), bound, self.key)
+        form = CallForm.read(user_code.signature(called, self.key), bound, self.key)
+        most = getattr(target, "prompts_per_call", 1)
+        may_join = form.batched and not inspect.isclass(target)
+        if type(most) is not int or most < 1 or (most > 1 and not may_join):
+            raise ConfigError(
+                f"{self.key}={self.spec!r}: its prompts_per_call={most!r} must be a number from 1 on, of a "
+                "function f(prompts, completions, **columns) and not of a class; correct it, or leave it out"
+            )
+        return target, replace(form, prompts_per_call=most)
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ class CallForm:
         bound: parameters that are set already.
         batched: whether it takes lists of prompts and completions.
         text: the signature, for messages.
+        prompts_per_call: largest number of prompts of a call.
     """
 
     names: frozenset[str]
@@ -89,6 +101,7 @@ class CallForm:
     bound: frozenset[str]
     batched: bool
     text: str
+    prompts_per_call: int = 1
 
     @classmethod
     def read(cls, signature: inspect.Signature, bound: frozenset[str], key: str) -> CallForm:
@@ -206,7 +219,21 @@ class UserReward:
 
 
 class UserBatchReward(UserReward):
-    """A reward of the user that scores lists of completions."""
+    """A reward of the user that scores lists of completions.
+
+    Args:
+        spec: the reward.
+        timeout_s: time limit of a call in seconds.
+        workers: number of processes.
+        prompts_per_call: largest number of prompts that the completions of a call may answer.
+
+    Raises:
+        ConfigError: see :class:`UserReward`.
+    """
+
+    def __init__(self, spec: UserRewardSpec, timeout_s: float, workers: int, prompts_per_call: int) -> None:
+        super().__init__(spec, timeout_s, workers)
+        self.prompts_per_call = prompts_per_call
 
     def score_batch(
         self, completions: Sequence[str], examples: Sequence[Example]
@@ -232,4 +259,6 @@ def build(spec: UserRewardSpec, timeout_s: float, workers: int) -> UserReward | 
         ConfigError: see :meth:`UserRewardSpec.load`; or the reward cannot be created.
     """
     _, form = spec.load()
-    return (UserBatchReward if form.batched else UserReward)(spec, timeout_s, workers)
+    if not form.batched:
+        return UserReward(spec, timeout_s, workers)
+    return UserBatchReward(spec, timeout_s, workers, form.prompts_per_call)

@@ -13,6 +13,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import replace
@@ -63,7 +64,9 @@ class Dispatcher:
             computed for a whole round at a time. None for workers elsewhere.
         make_scored: function that makes a finished group from its number and the version of the weights that
             were published last. If it is given, workers generate no groups.
-        reward_threads: number of groups whose rewards are computed at a time, without ``trainer_thread``.
+        reward_threads: number of calls of ``score_rewards`` at a time, without ``trainer_thread``.
+        groups_per_call: largest number of groups in such a call. Groups are taken together if they wait,
+            because all threads are busy.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Dispatcher:
         trainer_thread: TrainerThread | None = None,
         make_scored: Callable[[int, int], ScoredGroup] | None = None,
         reward_threads: int = 1,
+        groups_per_call: int = 1,
     ) -> None:
         count = len(scheduler.workers)
         self.scheduler = scheduler
@@ -105,6 +109,12 @@ class Dispatcher:
         self._rewards: Executor = trainer_thread or ThreadPoolExecutor(
             reward_threads, thread_name_prefix="rewards"
         )
+        self._groups_per_call = groups_per_call
+        # Groups that no thread has taken yet, one or a whole round at a time, and the lock for taking them.
+        self._waiting: deque[Sequence[Group]] = deque()
+        self._taking = threading.Lock()
+        # By number of the group.
+        self._references: dict[int, Future[Any]] = {}
         self._incarnations = [0] * count
         # By worker: deadline by the monotonic clock, and the number of seconds allowed.
         self._deadlines: dict[int, tuple[float, float]] = {}
@@ -401,29 +411,32 @@ class Dispatcher:
             self._compute_rewards(groups)
 
     def _compute_rewards(self, groups: Sequence[Group]) -> None:
-        references = None if self.reference is None else [self.reference.log_probs(group) for group in groups]
-        reward_future = self._rewards.submit(self._timed_rewards, groups)
-        reward_future.add_done_callback(
-            lambda future: self._inbox.put(lambda: self._on_rewarded(*future.result(), references))
+        if self.reference is not None:
+            self._references |= {group.group_id: self.reference.log_probs(group) for group in groups}
+        self._waiting.append(groups)
+        # A call may take the groups of later ones, which then find nothing to do.
+        self._rewards.submit(self._score_waiting).add_done_callback(
+            lambda future: self._inbox.put(lambda: self._on_rewarded(*future.result()))
         )
 
-    def _on_rewarded(
-        self, groups: Sequence[ScoredGroup], seconds: float, references: Sequence[Future[Any]] | None
-    ) -> None:
+    def _score_waiting(self) -> tuple[Sequence[ScoredGroup], float]:
+        with self._taking:
+            count = min(self._groups_per_call, len(self._waiting))
+            groups = [group for _ in range(count) for group in self._waiting.popleft()]
+        start = time.perf_counter()
+        return self._score_rewards(groups) if groups else [], time.perf_counter() - start
+
+    def _on_rewarded(self, groups: Sequence[ScoredGroup], seconds: float) -> None:
         self.stats.score_seconds += seconds
-        if references is None:
-            for scored in groups:
+        for scored in groups:
+            if self.reference is None:
                 self._accept(scored)
-            return
-        for scored, reference in zip(groups, references, strict=True):
-            reference.add_done_callback(partial(self._on_reference_scored, scored))
+            else:
+                reference = self._references.pop(scored.group.group_id)
+                reference.add_done_callback(partial(self._on_reference_scored, scored))
 
     def _on_reference_scored(self, scored: ScoredGroup, reference: Future[Any]) -> None:
         self._inbox.put(lambda: self._accept(replace(scored, reference=reference.result())))
-
-    def _timed_rewards(self, groups: Sequence[Group]) -> tuple[Sequence[ScoredGroup], float]:
-        start = time.perf_counter()
-        return self._score_rewards(groups), time.perf_counter() - start
 
     def _accept(self, scored: ScoredGroup) -> None:
         group_id, oldest_version = scored.group.group_id, scored.group.oldest_version
