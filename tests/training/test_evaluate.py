@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs import responses
+from torchrl_grpo.envs.decoding import decode
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference import Completion, Sampling
 from torchrl_grpo.rewards.graders import CountingGrader, Graded, OwnRewardGrader
@@ -87,6 +89,18 @@ def test_accuracy_and_its_interval(tiny_model_dir: Path) -> None:
         == "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"
     )
     assert "eval/pass_at_1" not in metrics
+
+
+def test_each_response_is_decoded_once(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, engine = make(tiny_model_dir, [["yes"], ["no"], ["more"], ["b"]])
+    decoded: list[str] = []
+
+    def noting(tokenizer: Any, token_ids: Sequence[int]) -> str:
+        decoded.append(decode(tokenizer, token_ids))
+        return decoded[-1]
+
+    monkeypatch.setattr(responses, "decode", noting)
+    assert [row["response"] for row in evaluator(engine).rows] == decoded == ["yes", "no", "more", "b"]
 
 
 def test_length_counts_the_end_token(tiny_model_dir: Path) -> None:

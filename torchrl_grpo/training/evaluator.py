@@ -96,16 +96,18 @@ class Evaluator:
         """
         errors = self.grader.error_count
         completions = self._answers(engine, self.samples)
-        grades = sampled = self._grade(completions)
+        texts = self._written(completions)
+        grades = sampled = self._grade(completions, texts)
         if self.pass_at_k > (self.samples or 1):
-            sampled = self._grade(self._answers(engine, self.pass_at_k))
+            answers = self._answers(engine, self.pass_at_k)
+            sampled = self._grade(answers, self._written(answers))
         metrics = {**self._of_grader(grades), **_of_rewards(grades)}
         metrics["eval/num_problems"] = len(self.examples)
         metrics["eval/errors"] = self.grader.error_count - errors
         metrics["eval/response_length"] = _mean_length(completions)
         if self.pass_at_k > 1 and (scores := self._pass_at_k(sampled)):
             metrics[f"eval/pass_at_{self.pass_at_k}"] = _mean(scores)
-        return Evaluation(metrics, self._rows(completions, grades), named(self.pictures))
+        return Evaluation(metrics, self._rows(completions, texts, grades), named(self.pictures))
 
     def _of_grader(self, grades: list[list[Graded]]) -> dict[str, float]:
         weights = [self.grader.weights(example) for example in self.examples]
@@ -151,11 +153,14 @@ class Evaluator:
                 scores.append(pass_at_k(len(values), right, self.pass_at_k))
         return scores
 
-    def _grade(self, completions: list[list[Completion]]) -> list[list[Graded]]:
+    def _written(self, completions: list[list[Completion]]) -> list[list[str]]:
+        return [written_texts(self.tokenizer, group) for group in completions]
+
+    def _grade(self, completions: list[list[Completion]], written: list[list[str]]) -> list[list[Graded]]:
         texts = [
             text
-            for prompt, group in zip(self.prompts, completions, strict=True)
-            for text in judged_texts(self.tokenizer, group, [prompt] * len(group))
+            for prompt, group, own in zip(self.prompts, completions, written, strict=True)
+            for text in judged_texts(self.tokenizer, group, [prompt] * len(group), own)
         ]
         size = len(completions[0])
         grades = self.grader.grade(texts, [example for example in self.examples for _ in range(size)])
@@ -173,13 +178,14 @@ class Evaluator:
             sampling = replace(sampling, pictures=self.pictures)
         return engine.generate(self.prompts, sampling)
 
-    def _rows(self, completions: list[list[Completion]], grades: list[list[Graded]]) -> list[dict[str, Any]]:
+    def _rows(
+        self, completions: list[list[Completion]], written: list[list[str]], grades: list[list[Graded]]
+    ) -> list[dict[str, Any]]:
         rows = []
-        for example, prompt, shown, group, judged in zip(
-            self.examples, self.texts, self.pictures, completions, grades, strict=True
+        for example, prompt, shown, group, texts, judged in zip(
+            self.examples, self.texts, self.pictures, completions, written, grades, strict=True
         ):
             weights = self.grader.weights(example)
-            texts = written_texts(self.tokenizer, group)
             for text, completion, grade in zip(texts, group, judged, strict=True):
                 row: dict[str, Any] = {"id": example.id, "prompt": prompt, "response": text}
                 own = grade.score.parts
