@@ -248,11 +248,11 @@ PARTS = {
         lambda size, cost: size / cost, "responses/s",
     ),
     "checkpoint": Part(
-        "workers stopped by a checkpoint", "tokens", (500_000, 2_000_000), _frozen,
+        "workers stopped by a checkpoint", "tokens", (500_000, 1_000_000, 2_000_000), _frozen,
         total, "s", target=0.3, repeats=3,
     ),
     "resume": Part(
-        "waiting groups resumed", "tokens", (500_000, 2_000_000), _resume,
+        "waiting groups resumed", "tokens", (500_000, 1_000_000, 2_000_000), _resume,
         total, "s", target=3.0, repeats=3,
     ),
     "packing": Part(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 from typing import Any
 
 # What no part may grow faster than: a power of its size.
@@ -75,13 +76,13 @@ class Part:
 
 
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float | None:
-    """Return the power of the size that the cost grows with, from the smallest to the largest size.
+    """Return the power of the size that the cost grows with, the slope of a line through the logarithms.
 
     None if there is a single size.
     """
     if len(sizes) < 2:
         return None
-    return math.log(costs[-1] / costs[0]) / math.log(sizes[-1] / sizes[0])
+    return linear_regression([math.log(size) for size in sizes], [math.log(cost) for cost in costs]).slope
 
 
 def fastest(work: Callable[[], object]) -> float:

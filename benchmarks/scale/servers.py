@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,8 +38,10 @@ from torchrl_grpo.inference.servers.weight_stream import Halves, StreamReader, W
 from torchrl_grpo.rewards.judge.reward import ScoringJudge
 from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
+from torchrl_grpo.runtime.malloc import frozen_objects
 
 _TOKENS = 1_000
+_PAIRS = 12
 
 
 @contextmanager
@@ -181,43 +184,50 @@ def _by_shared_memory(gigabytes: int) -> float:
     return _publish(8, _NoBytes(), [(f"model.layers.{n}.mlp.up_proj.weight", tensor) for n in range(tensors)])
 
 
-def _small_calls(seconds: float) -> tuple[float, float]:
-    """Return how many small operators a second a loop launches, and its longest pause in seconds."""
-    tensor, count, longest = torch.zeros(64), 0, 0.0
-    last = time.perf_counter()
-    end = last + seconds
-    while last < end:
+def _small_calls(seconds: float) -> float:
+    """Return how many small operators a second a loop launches."""
+    tensor, count = torch.zeros(64), 0
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
         tensor.add_(1)
         count += 1
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    return count / seconds, longest
+    return count / seconds
 
 
 def _lost_speed(rate: int) -> float:
-    """Return the share of their speed that small operators lose while tokens arrive at a rate."""
-    with _server(_TOKENS, 8) as connections:
+    """Return the share of their speed that small operators lose while tokens arrive at a rate.
+
+    Times without and with tokens alternate, and the median counts: other processes slow both. Old objects are
+    frozen, as in a run with servers.
+    """
+    with _server(_TOKENS, 8) as connections, frozen_objects():
         engines, decoder = _engines(connections), rounds.tokenizer()
         period = len(engines) * _TOKENS / rate
-        alone, _ = _small_calls(2.0)
-        stop = threading.Event()
+        arriving, stop = threading.Event(), threading.Event()
 
         def generate(number: int) -> None:
             due = time.monotonic() + period * number / len(engines)
             while not stop.wait(max(0.0, due - time.monotonic())):
-                written_texts(decoder, _generated(engines[number], 1).responses)
+                if arriving.is_set():
+                    written_texts(decoder, _generated(engines[number], 1).responses)
                 due += period
 
         threads = [threading.Thread(target=generate, args=(number,)) for number in range(len(engines))]
         for thread in threads:
             thread.start()
-        _small_calls(0.5)
-        beside, longest = _small_calls(6.0)
+
+        def speed(with_tokens: bool) -> float:
+            (arriving.set if with_tokens else arriving.clear)()
+            _small_calls(period)
+            return _small_calls(2 * period)
+
+        kept = [speed(True) / speed(False) for _ in range(_PAIRS)]
         stop.set()
         for thread in threads:
             thread.join()
-        print(f"longest pause {longest * 1e3:.0f} ms", file=sys.stderr)
-        return max(1e-3, 1 - beside / alone)
+        low, middle, high = statistics.quantiles(kept, n=4)
+        print(f"quartiles of {_PAIRS} pairs: {low:.2f}, {middle:.2f}, {high:.2f}", file=sys.stderr)
+        return max(1e-3, 1 - middle)
 
 
 PARTS = {
