@@ -1,10 +1,16 @@
-"""How tests start a vLLM on a CPU: with a small cache."""
+"""How tests start a vLLM on a CPU: with a small cache, and without what a process needs to do only once."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from gc import freeze
 from typing import Any
 
+import pytest
 import torch
 
 ON_A_CPU: dict[str, Any] = {
@@ -42,4 +48,29 @@ def keep_heap() -> None:
     No engine may be alive: it would never be collected.
     """
     gc.collect()
-    gc.freeze()
+    freeze()
+
+
+@contextmanager
+def quick_engines() -> Iterator[None]:
+    """Spare the engines of a process what one of them has done for all. No engine may be alive at the start.
+
+    vLLM gives all that is frozen back to garbage collections when an engine ends, and looks for kernels of
+    Triton in all modules when one begins. Both take seconds of a core for each engine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        # Older releases have no such kernels.
+        if importlib.util.find_spec("vllm.triton_utils.dispatcher") is not None:
+            dispatcher = importlib.import_module("vllm.triton_utils.dispatcher")
+            platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+            register = platform.register_triton_kernel_overrides
+
+            def register_once() -> None:
+                if not dispatcher._registry:
+                    register()
+
+            patch.setattr(platform, "register_triton_kernel_overrides", staticmethod(register_once))
+        keep_heap()
+        yield

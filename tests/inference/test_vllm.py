@@ -17,7 +17,7 @@ from publishers import Direct
 from torch import Tensor
 from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from vllm_arguments import ON_A_CPU, TINY_ENGINE, keep_heap
+from vllm_arguments import ON_A_CPU, TINY_ENGINE, quick_engines
 
 from torchrl_grpo.batch.schema import build_batch, collate
 from torchrl_grpo.envs.chat import render
@@ -40,10 +40,16 @@ QUESTIONS = ("What is 3 + 4?", "Name a color, please.", "Who wrote Hamlet? Answe
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
 def engine(smollm2_dir: Path, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    keep_heap()
-    engine = VLLMEngine(str(smollm2_dir), dtype=request.param, max_model_len=256, max_num_seqs=16, **ON_A_CPU)
-    yield engine
-    engine.close()
+    with quick_engines():
+        # vLLM fills its cache with zeros, which takes a second for a GiB.
+        sizes: dict[str, Any] = {
+            "max_model_len": 256,
+            "max_num_seqs": 16,
+            "engine_args": {"num_gpu_blocks_override": 256},
+        }
+        engine = VLLMEngine(str(smollm2_dir), dtype=request.param, **ON_A_CPU, **sizes)
+        yield engine
+        engine.close()
 
 
 # What follows from a log-probability being right in either format is tried in the one that is tighter, and
@@ -304,6 +310,7 @@ def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_lear
         trained.publisher.verify_at_start(0)
 
 
+@quick_engines()
 def test_a_prompt_that_is_computed_in_several_steps_gets_the_tokens_of_its_seed(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from stale_parts import (
 from tiny_model import build_tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from vllm_arguments import TINY_ENGINE, import_here, keep_heap
+from vllm_arguments import TINY_ENGINE, import_here, keep_heap, quick_engines
 
 from torchrl_grpo.config.schema import LoraConfig
 from torchrl_grpo.errors import ModelError, UserError
@@ -72,6 +72,12 @@ WITH_ADAPTERS = ("qwen2",)
 
 
 PROMPTS = [list(range(start, start + 40)) for start in (10, 100, 200)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_engines() -> Iterator[None]:
+    with quick_engines():
+        yield
 
 
 class KeepsAPart(Faulty, VLLMEngine):

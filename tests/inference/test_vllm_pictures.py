@@ -15,7 +15,7 @@ from picture_prompts import log_probs_of, prompts_of, sampling, scores
 from publishers import make_publisher
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
 from tiny_vlm import build, build_tiny_vlm
-from vllm_arguments import ON_A_CPU, keep_heap
+from vllm_arguments import ON_A_CPU, quick_engines
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import KEY_VARIABLE
@@ -40,7 +40,9 @@ _SIZES: dict[str, Any] = {**ON_A_CPU, "max_model_len": 512, "max_num_seqs": 16, 
 def served(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerEngine]]:
     """A server of a model, and its engine."""
     sizes = {name: value for name, value in _SIZES.items() if name != "device"}
-    launch = vllm_launch(str(model), vllm_arguments(on_cpu=True, **sizes), on_cpu=True)
+    # vLLM fills its cache with zeros, which takes a second for a GiB.
+    arguments = vllm_arguments(on_cpu=True, **sizes) | {"kv_cache_memory_bytes": 2**26}
+    launch = vllm_launch(str(model), arguments, on_cpu=True)
     launch = dataclasses.replace(launch, words=forking_words(launch.words))
     process = ServerProcess(VLLM, launch, environment={"OMP_NUM_THREADS": "1"}, log=folder / "server.log")
     try:
@@ -73,11 +75,13 @@ def check(engine: SteppingEngine, family: str) -> None:
         assert tokens.isdisjoint(pictures.blocked)
 
 
+@quick_engines()
 def test_vllm_in_the_process_samples_what_the_trainer_scores(tmp_path: Path) -> None:
     """vLLM's own class of LLaVA needs torchvision, so vLLM computes with that of transformers."""
     build_tiny_vlm(tmp_path, "llava")
-    keep_heap()
-    engine = VLLMEngine(str(tmp_path), **_SIZES, engine_args={"model_impl": "transformers"})
+    engine = VLLMEngine(
+        str(tmp_path), **_SIZES, engine_args={"model_impl": "transformers", "num_gpu_blocks_override": 512}
+    )
     try:
         check(engine, "llava")
     finally:
