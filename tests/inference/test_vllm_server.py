@@ -19,11 +19,12 @@ from server_faults import assert_faults_are_found
 from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
-from vllm_arguments import ON_A_CPU, keep_heap
+from vllm_arguments import ON_A_CPU, quick_engines
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.inference.protocol import Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
@@ -87,25 +88,31 @@ def model(tiny_model_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
 
 
+@quick_engines()
 def test_a_server_generates_what_an_engine_in_the_process_does(
-    engine: ServerEngine, tiny_model_dir: Path, config: Config, train: Runner, process: ServerProcess,
+    engine: ServerEngine, config: Config, train: Runner, process: ServerProcess,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    keep_heap()
     sampling = Sampling(3, 20, 0.7, seeds=[11, 22, 33])
-    # It computes all prompts in one step.
-    inside = VLLMEngine(str(tiny_model_dir), **ON_A_CPU, **SIZES)
-    for ours, theirs in zip(
-        engine.generate(PROMPTS, sampling), inside.generate(PROMPTS, sampling), strict=True
-    ):
+    build, inside = vllm_engine.build, []
+
+    def build_and_generate(*arguments: Any, **options: Any) -> VLLMEngine:
+        made = build(*arguments, **options)
+        # It computes all prompts in one step.
+        inside.extend(made.generate(PROMPTS, sampling))
+        return made
+
+    monkeypatch.setattr(vllm_engine, "build", build_and_generate)
+    # Whole runs generate the same, too, also after a publication.
+    config.train.total_dialog_turns, config.eval.num_problems = 32, 0
+    config.inference_model.backend = "vllm"
+    config.inference_model.engine_args = {"num_gpu_blocks_override": 256}
+    train("inside", inference_model__kv_cache_gib=1)
+    config.inference_model.engine_args = {}
+    for ours, theirs in zip(engine.generate(PROMPTS, sampling), inside, strict=True):
         for completion, other in zip(ours, theirs, strict=True):
             assert completion.token_ids == other.token_ids and completion.finish_reason == other.finish_reason
             assert completion.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-    inside.close()
-    # And so do whole runs, also after a publication.
-    config.train.total_dialog_turns, config.eval.num_problems = 32, 0
-    config.inference_model.backend = "vllm"
-    train("inside")
     monkeypatch.setenv(KEY_VARIABLE, process.key)
     config.inference_model.backend = "vllm_server"
     config.inference_model.servers = [process.address]
