@@ -156,11 +156,13 @@ def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
     calls = record(engine, monkeypatch)
     examples = problems(EPISODES // 4)
     for example in examples:
-        example.messages.insert(0, {"role": "system", "content": "Reply with one word."})
+        # After short answers, the model's own are short too, and an episode has several turns.
+        shown = [("user", "What is 5 + 2?"), ("assistant", "7"), ("user", "Is it?"), ("assistant", "Yes")]
+        example.messages[:0] = [{"role": role, "content": content} for role, content in shown]
     prompts = [render(tokenizer, example)[1] for example in examples]
     seeds = [10 * number for number in range(len(examples))]
     episodes = talking(engine, tokenizer, max_turns=4, max_episodes=16)
-    groups = episodes.generate(prompts, Sampling(4, 96, 1.0, seeds=seeds, problems=examples))
+    groups = episodes.generate(prompts, Sampling(4, 48, 1.0, seeds=seeds, problems=examples))
     assert check_tokens(prompts, groups, calls) > EPISODES, "episodes of one turn test nothing"
     rows = [completion.token_ids for group in groups for completion in group]
     assert [decode(tokenizer, row) for row in rows] == [tokenizer.decode(row) for row in rows]
