@@ -43,7 +43,7 @@ _ENVIRONMENT |= {**PASSIVE_WAIT_ENV, "OMP_NUM_THREADS": "1"}
 _ENVIRONMENT["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Seconds that other ranks have to end when one has failed.
 _GRACE_S = 10.0
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # What a training process imports, before and while it trains. A package that is not installed is left out.
 _PRELOADED = [
     "torchrl_grpo.cli.commands",
@@ -61,14 +61,21 @@ _PRELOADED = [
 ]
 # What the engine imports when it starts.
 _PRELOADED_OF_VLLM = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def preload_vllm() -> None:
     """Import vLLM too, unless a script has been forked already. It takes eight seconds of a core."""
     # As the engine does before it imports vLLM.
     _ENVIRONMENT["VLLM_CONFIGURE_LOGGING"] = "0"
-    _CONTEXT.set_forkserver_preload([*_PRELOADED, *_PRELOADED_OF_VLLM])
+    CONTEXT.set_forkserver_preload([*_PRELOADED, *_PRELOADED_OF_VLLM])
+
+
+def ensure_running() -> None:
+    """Start the process that scripts are forks of, unless it runs."""
+    # It finds modules in its folder, too, where a test may have put files of a user.
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True), contextlib.chdir(_ROOT):
+        forkserver.ensure_running()
 
 
 class Finished(subprocess.CompletedProcess[str]):
@@ -216,14 +223,12 @@ def _start(
         written: paths of stdout and stderr.
         is_session: whether the process begins a session of its own.
     """
-    # It finds modules in its folder, too, where a test may have put files of a user.
-    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True), contextlib.chdir(_ROOT):
-        forkserver.ensure_running()
+    ensure_running()
     # A rank is what a launcher says, and not what the test is. vLLM preloads libraries for later processes.
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
     own |= variables
     arguments = list(words), str(cwd or Path.cwd()), own, list(map(str, written)), is_session
-    process = _CONTEXT.Process(target=_run, args=arguments)
+    process = CONTEXT.Process(target=run_in_fork, args=arguments)
     process.start()
     return process
 
@@ -249,9 +254,14 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
                 failed, deadline = True, time.monotonic() + _GRACE_S
 
 
-def _run(
-    argv: list[str], cwd: str, environment: dict[str, str], written: list[str], is_session: bool
+def run_in_fork(
+    argv: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    written: Sequence[str] = (),
+    is_session: bool = True,
 ) -> None:
+    """Run a script in this process, which is a fork. Arguments are those of ``_start``."""
     import numpy as np
     import torch
 

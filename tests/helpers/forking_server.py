@@ -7,11 +7,14 @@ seconds of a core. On a GPU it forks them, too.
 from __future__ import annotations
 
 import multiprocessing
+from types import SimpleNamespace
 
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.utils import system_utils
 
-system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+fork = multiprocessing.get_context("fork")
+# Modules that are imported already have the function that calls this.
+system_utils.multiprocessing = SimpleNamespace(get_context=lambda method: fork)
 # Ranks look for the next message in a loop, for a second after each, on the cores of other tests.
 SpinCondition.__init__.__defaults__ = (0.1,)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import signal
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from forking_serve import forking_words
+from forked_server import start_server
 from publishers import make_publisher
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -56,12 +55,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**26},
         on_cpu=True,
     )
-    made = ServerProcess(
-        VLLM,
-        dataclasses.replace(launch, words=forking_words(launch.words)),
-        environment={"OMP_NUM_THREADS": "1"},
-        log=tmp_path_factory.mktemp("server") / "server.log",
-    )
+    made = start_server(launch, tmp_path_factory.mktemp("server") / "server.log")
     made.wait_until_ready(500)
     yield made
     made.kill()

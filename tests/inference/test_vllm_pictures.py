@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forking_serve import forking_words
+from forked_server import start_server
 from picture_prompts import log_probs_of, prompts_of, sampling, scores
 from publishers import make_publisher
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
@@ -43,8 +42,7 @@ def served(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, ServerEng
     # vLLM fills its cache with zeros, which takes a second for a GiB.
     arguments = vllm_arguments(on_cpu=True, **sizes) | {"kv_cache_memory_bytes": 2**26}
     launch = vllm_launch(str(model), arguments, on_cpu=True)
-    launch = dataclasses.replace(launch, words=forking_words(launch.words))
-    process = ServerProcess(VLLM, launch, environment={"OMP_NUM_THREADS": "1"}, log=folder / "server.log")
+    process = start_server(launch, folder / "server.log")
     try:
         process.wait_until_ready(300)
         connection = ServerConnection(process.address, process.key, 60)
