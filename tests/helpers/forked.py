@@ -276,8 +276,9 @@ def run_in_fork(
     os.environ.update(environment)
     os.chdir(cwd)
     # What was imported stays. Full collections, as DeepSpeed and vLLM ask for, would look through it each
-    # time.
+    # time. An engine of vLLM that ends would give it back to them.
     gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
     # What a library reads from the environment, or draws, when it is imported.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     np.random.seed()
