@@ -76,8 +76,8 @@ class Composer:
         self._loader = loader
         self._config_name = config_name
         self._parser = OverridesParser.create(config_loader=loader)
-        # Values are written here to see whether their types fit.
-        self._scratch: DictConfig | None = None
+        # Values are written here to see whether their types fit: the sections of the schema with such values.
+        self._scratch: dict[str, DictConfig] = {}
 
     def jobs(self, words: list[str], sweep: bool | None) -> list[list[str]]:
         """Split a command line into the overrides of its jobs and check each override.
@@ -235,10 +235,14 @@ class Composer:
             if not isinstance(value, dict):
                 raise keys().section_value(key, line)
             return
-        if self._scratch is None:
-            self._scratch = copy.deepcopy(schema_node())
+        section, schema = key.partition(".")[0], schema_node()
+        if section not in self._scratch:
+            # A masked copy has the types of a section, but not of a single value. Copying all takes longer.
+            is_section = section in keys().sections
+            copied = OmegaConf.masked_copy(schema, section) if is_section else copy.deepcopy(schema)
+            self._scratch[section] = copied
         try:
-            OmegaConf.update(self._scratch, key, value, force_add=free is not None)
+            OmegaConf.update(self._scratch[section], key, value, force_add=free is not None)
         except OmegaConfBaseException as error:
             raise keys().wrong_type(key, line) from error
         if key in keys().registered and str(value) not in keys().registered[key]:

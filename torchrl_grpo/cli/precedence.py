@@ -11,6 +11,7 @@ is kept itself, but makes no other give way, except in contradictions with ``def
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 
 from torchrl_grpo.config.contradictions import DEFAULT, contradictions
 from torchrl_grpo.config.keys import show
-from torchrl_grpo.config.parsing import schema_node
+from torchrl_grpo.config.schema import keys
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
@@ -40,23 +41,25 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
         A line for the user for each key that gave way.
     """
 
-    def read(key: str, source: Any = node) -> Any:
-        value = OmegaConf.select(source, key)
+    # The contradictions read most keys several times.
+    @functools.cache
+    def read(key: str) -> Any:
+        value = OmegaConf.select(node, key)
         return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
     lines: list[str] = []
     layers, changes = dict[str, int](), dict[str, int]()
     # What `others` get is `value`. Each contradiction is found in `node` as the ones before have left it.
-    defaults = schema_node()
+    defaults = keys().defaults
     for key, others, value, defaults_too in contradictions(read):
-        changed = [other for other in others if defaults_too or read(other) != read(other, defaults)]
+        changed = [other for other in others if defaults_too or read(other) != defaults[other]]
         if changed and not layers:
             layers, changes = _layers(loader, config_name, overrides)
         # Layer in which `key` became what it is; 0 if it has its default. With defaults_too, repeating the
         # value counts too.
         written = (layers if defaults_too else changes).get(key, 0)
         for other in changed:
-            before, new = read(other), read(other, defaults) if value is DEFAULT else value
+            before, new = read(other), defaults[other] if value is DEFAULT else value
             if isinstance(before, dict):
                 # Each entry has a layer of its own, and the later ones stay.
                 kept = {
@@ -72,6 +75,7 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
             because = f"{key}={show(read(key))}"
             lines.append(f"{other}={show(new)} instead of {show(before)}, because of {because}")
             OmegaConf.update(node, other, new, merge=False)
+            read.cache_clear()
             layers[other] = max(layers.get(other, 0), written)
             changes[other] = max(changes.get(other, 0), written)
     return lines

@@ -61,9 +61,11 @@ def parse(node: DictConfig) -> Config:
     values = {str(key): value for key, value in plain.items()}
     _check_keys(values, "", Config)
     try:
-        # The types of a node composed over the schema are already checked. Other nodes need the merge.
-        typed = OmegaConf.get_type(node) is Config
-        config = OmegaConf.to_object(node if typed else OmegaConf.merge(schema_node(), values))
+        if OmegaConf.get_type(node) is Config:
+            # It was composed over the schema, which checked the types.
+            config = _built(Config, values)
+        else:
+            config = OmegaConf.to_object(OmegaConf.merge(schema_node(), values))
     except OmegaConfBaseException as error:
         raise _type_error(error, values) from error
     assert isinstance(config, Config)
@@ -82,6 +84,20 @@ def _check_keys(values: dict[str, Any], prefix: str, schema: type) -> None:
             if not isinstance(value, dict):
                 raise keys().section_value(key, f"{key}={show(value)}")
             _check_keys(value, f"{key}.", type(defaults[name]))
+
+
+def _built(schema: type, values: dict[str, Any]) -> Any:
+    """Build an object of the schema, with its sections, from values of the right types.
+
+    ``OmegaConf.to_object`` does the same, but reads and resolves the whole node once more.
+    """
+    defaults = vars(schema())
+    return schema(
+        **{
+            name: _built(type(defaults[name]), value) if dataclasses.is_dataclass(defaults[name]) else value
+            for name, value in values.items()
+        }
+    )
 
 
 def _type_error(error: Exception, values: dict[str, Any]) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class Planned:
 
         return kind(self) == kind(other)
 
-    @property
+    @functools.cached_property
     def vllm_on_gpus(self) -> list[tuple[float, float, float]]:
         """GPUs with vLLM and a known size: size in GiB, bytes of weights, bytes that vLLM needs to start."""
         vllm = self.cfg.inference_model.engine.has_known_needs

@@ -7,8 +7,9 @@ products are no faster there.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import token_budget
@@ -79,4 +80,7 @@ def choose(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardw
 
 def with_budget(cfg: Config, tokens: int) -> Config:
     """Return a copy of the configuration with ``tokens`` in a micro-batch."""
-    return replace(cfg, train=replace(cfg.train, max_tokens_per_microbatch=tokens))
+    # A search plans thousands of times, and replace() takes several times as long.
+    changed, changed.train = copy.copy(cfg), copy.copy(cfg.train)
+    changed.train.max_tokens_per_microbatch = tokens
+    return changed

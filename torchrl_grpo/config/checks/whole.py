@@ -7,10 +7,12 @@ ConfigError that names the key, its value and a fix.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from enum import EnumType
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ from torchrl_grpo.config.engines import reference_engine
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.config.values import LOGGERS, ZERO_STAGES, PrefixAttention
+from torchrl_grpo.config.values import LOGGERS, ZERO_STAGES, PrefixAttention, Range
 from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,15 +125,28 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+@functools.cache
+def _numeric() -> list[tuple[str, Callable[[Config], Any], Range | None]]:
+    """Return the keys that may hold numbers, with their readers and ranges.
+
+    They are listed once, because a search for advice checks thousands of configurations.
+    """
+    words = (bool, str, str | None, list[str], dict[str, str])
+    return [
+        (key, attrgetter(key), keys().ranges.get(key))
+        for key, hint in keys().leaves.items()
+        if hint not in words and not isinstance(hint, EnumType)
+    ]
+
+
 def _check_each(cfg: Config) -> None:
-    for key, default in keys().defaults.items():
-        value = attrgetter(key)(cfg)
-        if any(not math.isfinite(number) for number in _numbers(value)):
+    for key, read, bounds in _numeric():
+        value = read(cfg)
+        if not all(map(math.isfinite, _numbers(value))):
             raise bad_value(key, value, "it must be finite", f"{key}=<a finite number>")
-        bounds = keys().ranges.get(key)
         mistake = None if bounds is None or value is None else bounds.mistake(value)
         if mistake is not None:
-            raise bad_value(key, value, mistake, f"{key}={show(default)}")
+            raise bad_value(key, value, mistake, f"{key}={show(keys().defaults[key])}")
     for key in ("model.name", "logging.project"):
         if not attrgetter(key)(cfg).strip():
             raise bad_value(key, "''", "it must not be empty", f"{key}=NAME")
