@@ -295,7 +295,10 @@ def test_a_killed_worker_and_a_killed_reference_are_replaced_on_a_running_cluste
     assert result["worker_restarts"] == 1 and result["groups"]["trained"] == 40
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("policy/age_max", 0) for line in metrics) <= 1
-    assert metrics[-1]["workers/slowest"] in (0, 1) and metrics[-1]["workers/tokens_per_s_min"] > 0
+    # In a round whose groups were there already, no worker is measured.
+    measured = [line for line in metrics if "workers/slowest" in line]
+    assert {line["workers/slowest"] for line in measured} <= {0, 1} and len(measured) > 1
+    assert all(line["workers/tokens_per_s_min"] > 0 for line in measured)
     divergences = [line["kl/reference"] for line in metrics if line["step"] > 0]
     # Nothing but rounding while the policy is still the reference; after the kill it has moved away from it.
     # The estimate is half the square of a difference, and 1e-4 nats may be rounding.
