@@ -256,7 +256,8 @@ PARTS = {
         total, "s", target=3.0, repeats=3,
     ),
     "packing": Part(
-        "first-fit decreasing", "groups", (1_024, 4_096, 16_384), _packing, total, "s"
+        "first-fit decreasing", "groups", (1_024, 4_096, 16_384), _packing,
+        total, "s", repeats=3,
     ),
     "curriculum": Part(
         "1,000 draws by pass rate", "problems", (10_000, 100_000, 1_000_000), _draws, total, "s"

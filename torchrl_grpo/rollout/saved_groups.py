@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ def _pack(rows: Sequence[Sequence[float]], kind: type[np.generic]) -> tuple[Tens
 
 def _unpack(packed: tuple[Tensor, Tensor]) -> Iterator[list[Any]]:
     counts, values = packed
-    return (row.tolist() for row in values.split(counts.tolist()))
+    # An array makes a list in half the time of a tensor.
+    numbers, ends = values.numpy(), counts.cumsum(0).tolist()
+    return (numbers[start:end].tolist() for start, end in pairwise([0, *ends]))
 
 
 def _entry(scored: ScoredGroup) -> dict[str, Any]:
