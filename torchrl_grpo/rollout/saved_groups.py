@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,9 +49,7 @@ def _pack(rows: Sequence[Sequence[float]], kind: type[np.generic]) -> tuple[Tens
 
 def _unpack(packed: tuple[Tensor, Tensor]) -> Iterator[list[Any]]:
     counts, values = packed
-    # An array makes a list in half the time of a tensor.
-    numbers, ends = values.numpy(), counts.cumsum(0).tolist()
-    return (numbers[start:end].tolist() for start, end in pairwise([0, *ends]))
+    return (row.tolist() for row in values.split(counts.tolist()))
 
 
 def _entry(scored: ScoredGroup) -> dict[str, Any]:
