@@ -41,7 +41,7 @@ from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.runtime.malloc import frozen_objects
 
 _TOKENS = 1_000
-_PAIRS = 12
+_PAIRS = 48
 
 
 @contextmanager

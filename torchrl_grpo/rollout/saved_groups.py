@@ -14,6 +14,7 @@ from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.rollout.groups import OF_TOKENS, Group, Response, ScoredGroup
+from torchrl_grpo.runtime.no_collection import no_collection
 
 
 def to_state(scored: Sequence[ScoredGroup]) -> dict[str, Any]:
@@ -34,10 +35,11 @@ def to_state(scored: Sequence[ScoredGroup]) -> dict[str, Any]:
 
 def from_state(state: Mapping[str, Any]) -> list[ScoredGroup]:
     """Return the groups of :meth:`to_state`, or of a checkpoint that has lists in place of tensors."""
-    if "rows" not in state:
-        return [_from_lists(entry) for entry in state["accepted"]]
-    rows = {name: _unpack(packed) for name, packed in state["rows"].items()}
-    return [_restored(entry, rows) for entry in state["accepted"]]
+    with no_collection():
+        if "rows" not in state:
+            return [_from_lists(entry) for entry in state["accepted"]]
+        rows = {name: _unpack(packed) for name, packed in state["rows"].items()}
+        return [_restored(entry, rows) for entry in state["accepted"]]
 
 
 def _pack(rows: Sequence[Sequence[float]], kind: type[np.generic]) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,8 @@ from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.runtime import hardware, rank_env, screen
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files import compile_cache
-from torchrl_grpo.runtime.importing import importing
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested
+from torchrl_grpo.runtime.no_collection import no_collection
 from torchrl_grpo.runtime.optional_packages import quiet_unused
 from torchrl_grpo.training.early_end import summary_of_ended_run
 
@@ -95,7 +95,7 @@ def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, 
         closing(rewards.build_grader(cfg, reward_set, examples)) as grader,
     ):
         _prepare_process(cfg, plan)
-        with importing():
+        with no_collection():
             import torch
 
             from torchrl_grpo.distributed.ranks import Ranks
@@ -127,7 +127,7 @@ def _no_grades(rows: Sequence[Mapping[str, Any]]) -> TrainingStopped:
 def follow() -> None:
     """Run a training rank other than rank 0: build its learner, and repeat the calls of rank 0."""
     _prepare_process(None, None)
-    with importing():
+    with no_collection():
         import torch
 
         from torchrl_grpo.distributed.ranks import Ranks, divide_threads
@@ -216,7 +216,7 @@ def _train(
     plan: Plan,
 ) -> dict[str, Any]:
     _prepare_process(cfg, plan)
-    with importing():
+    with no_collection():
         import torch
 
         from torchrl_grpo.distributed.ranks import Ranks, divide_threads

@@ -1,4 +1,4 @@
-"""Imports without garbage collections: what is switched off is switched on again."""
+"""Pauses of garbage collection: what is switched off is switched on again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrl_grpo.runtime.importing import importing
+from torchrl_grpo.runtime.no_collection import no_collection
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +18,11 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_collections_pause_and_go_on_also_if_an_import_fails(enabled: bool) -> None:
+def test_collections_pause_and_go_on_also_if_the_block_fails(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
-    with importing():
+    with no_collection():
         assert not gc.isenabled()
     assert gc.isenabled() == enabled
-    with pytest.raises(ImportError), importing():
+    with pytest.raises(ImportError), no_collection():
         raise ImportError
     assert gc.isenabled() == enabled
