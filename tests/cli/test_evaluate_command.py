@@ -149,7 +149,7 @@ def test_a_checkpoint_from_before_a_key_was_renamed_is_read(tmp_path: Path) -> N
 )
 def test_the_configuration_of_somebody_elses_run_is_read_as_plain_values(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(CheckpointError, match=r"cannot be read .*; write --config-name"):
+    with pytest.raises(CheckpointError, match=r"cannot be read .*; write the folder of another"):
         model_argument.config_of(tmp_path)
 
 

@@ -40,7 +40,9 @@ Rows = _RowsByNumber | Iterable[Any]
 
 
 class PassedDataset:
-    """A data set as ``env.dataset`` names it.
+    """What ``env.dataset`` refers to for rows that were passed to ``GRPOTrainer``.
+
+    Like a function of a user, it takes a split and returns rows.
 
     Args:
         train: rows to train on.

@@ -214,9 +214,10 @@ def _speaker(name: str, cfg: ModelConfig, system: str | None, dtype: str | None)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = loading.resolve(cfg)
     tokenizer = loading.load_tokenizer(source, cfg)
+    # A model of a run computes in the dtype of its engine. Others compute in float32 on a CPU: small updates
+    # are lost in 16 bits, and the model would answer as its base.
     if dtype is None:
         dtype = "auto" if device.type == "cuda" else "float32"
-    # Small updates are below the precision of 16 bits, in which the model would answer as its base.
     model = loading.load_model(
         source, cfg, device, resolve_dtype(dtype, device), instead="choose a smaller one"
     )

@@ -90,7 +90,10 @@ def config_of(checkpoint: Path) -> Config:
         if not isinstance(values, dict) or "${" in json.dumps(values):
             raise ValueError("it is no resolved configuration")
     except (OSError, TypeError, *DAMAGED) as error:
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); write --config-name") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({first_line(error)}); write the folder of another checkpoint or the "
+            "name of a model instead"
+        ) from error
     node = OmegaConf.create(values)
     for earlier, name in EARLIER_NAMES.items():
         section, _, key = earlier.rpartition(".")

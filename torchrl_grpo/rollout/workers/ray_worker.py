@@ -39,7 +39,7 @@ class WorkerSpec:
         max_num_seqs: largest number of responses decoded at a time.
         threads: number of CPU threads of the engine.
         on_gpu: whether the worker has a GPU.
-        gpus: indices of this machine's GPUs, for a Ray cluster that is started here.
+        gpus: indices of the GPUs of all workers together, for a Ray cluster that this run starts.
         gpu_memory_utilization: fraction of the GPU's memory that vLLM takes.
         weight_transfer: how weights travel, a value of ``inference_model.weight_transfer``.
         train_device: where the trainer's weights are.
@@ -136,7 +136,7 @@ class RolloutActor:
         return self.worker.run(replace(command, content=unpack(packed)))
 
     def try_out(self, item: Bucket | Opening) -> None:
-        """Receive an item of a trial: see :mod:`~torchrl_grpo.inference.servers.channels.trial`."""
+        """Receive what a trial sends: see :mod:`~torchrl_grpo.inference.servers.channels.trial`."""
         trial.take(self.receiver, item)
 
     def prepare(self, probe: Probe) -> None:
@@ -149,7 +149,7 @@ class RolloutActor:
         self.worker.start_loading()
 
     def take(self, item: Bucket | Opening) -> None:
-        """Load what comes with an item of a pass: see :meth:`Receiver.receive`.
+        """Load what comes with a bucket or an opening: see :meth:`Receiver.receive`.
 
         Raises:
             TransferPostponed: another worker or the trainer was not there, or has left.

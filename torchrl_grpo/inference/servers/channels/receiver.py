@@ -31,7 +31,7 @@ class Receiver:
     def receive(
         self, item: Bucket | Opening, shapes: Mapping[str, Shape], dtype: torch.dtype
     ) -> Iterator[Iterable[Piece]]:
-        """Yield what comes with an item of a pass. The memory is used again when the next is asked for.
+        """Yield what comes with a bucket or an opening. The memory is used again when the next is asked for.
 
         Args:
             item: a bucket in GPU memory, or what to open. With ``nccl``, opening brings all weights.
