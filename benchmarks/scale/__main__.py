@@ -12,10 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.scale import collection, rounds, servers
+from benchmarks.scale import collection, gathered, rounds, servers
 from benchmarks.scale.parts import table
 
-PARTS = {**servers.PARTS, **collection.PARTS, **rounds.PARTS}
+PARTS = {**servers.PARTS, **collection.PARTS, **rounds.PARTS, **gathered.PARTS}
 
 
 def main() -> None:

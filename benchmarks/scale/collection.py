@@ -31,7 +31,6 @@ from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.rollout.workers.types import LoadWeightsCommand, WorkerDelivery
 from torchrl_grpo.rollout.workers.worker import GroupsResult
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
-from torchrl_grpo.runtime.malloc import frozen_objects
 
 SAMPLES = 8
 _ROUNDS = 3
@@ -118,11 +117,7 @@ def _deliver(dispatcher: Dispatcher, version: int) -> WorkerDelivery:
 
 def _dispatcher(groups: int) -> float:
     """Return the processor time of the dispatcher's thread for rounds of so many groups, for one round."""
-    with frozen_objects():
-        return _dispatched(*_make_dispatcher(groups))
-
-
-def _dispatched(dispatcher: Dispatcher, pool: _Pool) -> float:
+    dispatcher, pool = _make_dispatcher(groups)
     dispatcher.start()
     _deliver(dispatcher, 0).wait()
 
@@ -153,16 +148,28 @@ class _SlowReward:
         return [1.0] * len(completions)
 
 
+class _JoinedReward(_SlowReward):
+    """A reward of the user that asks a server, and takes several groups in a call."""
+
+    prompts_per_call = 32
+
+    def score_batch(self, completions: Sequence[str], examples: Sequence[Example]) -> list[float]:
+        time.sleep(0.2)
+        return [1.0] * len(completions)
+
+
 def score_all(rewards: RewardSet, responses: int) -> float:
     """Return the seconds for the rewards of so many responses, as the dispatcher has them computed."""
-    problems = [
-        Example(str(number), [{"role": "user", "content": str(number)}])
-        for number in range(responses // SAMPLES)
+    examples = [
+        Example(str(number // SAMPLES), [{"role": "user", "content": str(number // SAMPLES)}])
+        for number in range(responses)
     ]
-    texts = [str(number) for number in range(SAMPLES)]
+    size = rewards.groups_per_call * SAMPLES
+    calls = [examples[start : start + size] for start in range(0, responses, size)]
+    texts = [str(number) for number in range(size)]
     with ThreadPoolExecutor(rewards.parallel_calls) as threads:
         start = time.perf_counter()
-        list(threads.map(lambda problem: rewards.score(texts, [problem] * SAMPLES), problems))
+        list(threads.map(lambda call: rewards.score(texts[: len(call)], call), calls))
         spent = time.perf_counter() - start
     rewards.close()
     return spent
@@ -170,6 +177,10 @@ def score_all(rewards: RewardSet, responses: int) -> float:
 
 def _rewards(responses: int) -> float:
     return score_all(RewardSet([(_SlowReward(), 1.0)], workers=16, group_size=SAMPLES), responses)
+
+
+def _joined(responses: int) -> float:
+    return score_all(RewardSet([(_JoinedReward(), 1.0)], group_size=SAMPLES), responses)
 
 
 def waiting(tokens: int) -> tuple[Collector, Dispatcher]:
@@ -245,6 +256,10 @@ PARTS = {
     ),
     "rewards": Part(
         "a reward of 50 ms for a group, 16 workers", "responses", (1_024,), _rewards,
+        lambda size, cost: size / cost, "responses/s",
+    ),
+    "joined": Part(
+        "a reward of 200 ms for 32 groups, 1 worker", "responses", (1_024,), _joined,
         lambda size, cost: size / cost, "responses/s",
     ),
     "checkpoint": Part(

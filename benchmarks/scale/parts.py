@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import linear_regression
 from typing import Any
 
+from torchrl_grpo.runtime.malloc import frozen_objects
+
 # What no part may grow faster than: a power of its size.
 _MOST_EXPONENT = 1.1
 
@@ -43,8 +45,16 @@ class Part:
     repeats: int = 1
 
     def run(self) -> dict[str, Any]:
-        """Measure all sizes, and return what the result file says of the part."""
-        rounds = [[self.measure(size) for size in self.sizes] for _ in range(self.repeats)]
+        """Measure all sizes, and return what the result file says of the part.
+
+        Objects that exist before are frozen, as in a run with workers in processes of their own.
+        """
+
+        def measure(size: int) -> float:
+            with frozen_objects():
+                return self.measure(size)
+
+        rounds = [[measure(size) for size in self.sizes] for _ in range(self.repeats)]
         costs = [min(measured) for measured in zip(*rounds, strict=True)]
         figures = [self.figure(size, cost) for size, cost in zip(self.sizes, costs, strict=True)]
         return {

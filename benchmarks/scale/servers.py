@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,11 +34,11 @@ from torchrl_grpo.inference.servers.http import Call, ServerConnection
 from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
 from torchrl_grpo.inference.servers.vllm.api import VLLMApi
 from torchrl_grpo.inference.servers.weight_files import Bucket
+from torchrl_grpo.inference.servers.weight_folder import FolderWeights
 from torchrl_grpo.inference.servers.weight_stream import Halves, StreamReader, WeightStream
 from torchrl_grpo.rewards.judge.reward import ScoringJudge
 from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
-from torchrl_grpo.runtime.malloc import frozen_objects
 
 _TOKENS = 1_000
 _PAIRS = 48
@@ -141,8 +141,7 @@ class _NoBytes(Halves):
     most_room = weight_files.MOST_BYTES
 
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
-        entries = [(each.name, "bfloat16", each.shape, 0, each.first, len(each.content)) for each in pieces]
-        return Bucket("", tuple(entries), slot=slot)
+        return Bucket("", _entries(pieces), slot=slot)
 
     def close(self) -> None:
         """Nothing to delete."""
@@ -178,10 +177,44 @@ def _by_nccl(servers: int) -> float:
 
 def _by_shared_memory(gigabytes: int) -> float:
     """Return the processor time for 8 servers and a model of so many bytes in bfloat16."""
+    return _publish(8, _NoBytes(), _weights(gigabytes))
+
+
+def _weights(gigabytes: int) -> list[tuple[str, Tensor]]:
+    """Return weights in bfloat16 that have shapes and no content."""
     rows, width = 18_944, 3_584
     tensors = -(-gigabytes * 10**9 // (rows * width * 2))
     tensor = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
-    return _publish(8, _NoBytes(), [(f"model.layers.{n}.mlp.up_proj.weight", tensor) for n in range(tensors)])
+    return [(f"model.layers.{number}.mlp.up_proj.weight", tensor) for number in range(tensors)]
+
+
+def _entries(pieces: Sequence[Piece]) -> tuple[Any, ...]:
+    return tuple((each.name, "bfloat16", each.shape, 0, each.first, len(each.content)) for each in pieces)
+
+
+class _UnwrittenFolder(FolderWeights):
+    """Weights in a folder, whose files are named and not written."""
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> FolderWeights:
+        """See :meth:`FolderWeights.write`."""
+        sizes = weight_files.BUCKET_BYTES, self._most_bytes, weight_files.PART_OF_FILES
+        for number, pieces in enumerate(weight_files.divide(weights, *sizes)):
+            self._buckets.append(Bucket(str(number), _entries(pieces), checksum=0))
+        return self
+
+
+def _by_folder(servers: int) -> float:
+    """Return the processor time of a publication of 15 GB through a folder, but for its bytes."""
+    with (
+        _server(1, servers) as connections,
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(servers) as threads,
+    ):
+        engines = _engines(connections)
+        start = time.process_time()
+        weights = _UnwrittenFolder(Path(folder), servers).write(_weights(15))
+        list(threads.map(lambda engine: engine.load_weights(weights), engines))
+        return time.process_time() - start
 
 
 def _small_calls(seconds: float) -> float:
@@ -197,10 +230,9 @@ def _small_calls(seconds: float) -> float:
 def _lost_speed(rate: int) -> float:
     """Return the share of their speed that small operators lose while tokens arrive at a rate.
 
-    Times without and with tokens alternate, and the median counts: other processes slow both. Old objects are
-    frozen, as in a run with servers.
+    Times without and with tokens alternate, and the median counts: other processes slow both.
     """
-    with _server(_TOKENS, 8) as connections, frozen_objects():
+    with _server(_TOKENS, 8) as connections:
         engines, decoder = _engines(connections), rounds.tokenizer()
         period = len(engines) * _TOKENS / rate
         arriving, stop = threading.Event(), threading.Event()
@@ -246,6 +278,10 @@ PARTS = {
     "halves": Part(
         "control of a publication to 8 servers in shared memory", "GB", (1, 4, 16), _by_shared_memory,
         total, "s", repeats=3,
+    ),
+    "folder": Part(
+        "control of a publication of 15 GB through a folder", "servers", (8, 32, 128), _by_folder,
+        total, "s",
     ),
     "calls": Part(
         "small operators of the trainer beside 8 servers", "tokens/s", (24_000,), _lost_speed,

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import collection, rounds, servers
+from benchmarks.scale.__main__ import PARTS
 from benchmarks.scale.parts import Part, exponent, microseconds, table
 
 _SMALL = {
     "dispatcher": (4, 8),
     "rewards": (16,),
+    "joined": (32,),
     "checkpoint": (8_000,),
     "resume": (8_000,),
     "packing": (16, 64),
@@ -20,13 +21,14 @@ _SMALL = {
     "servers": (16_000,),
     "judge": (16,),
     "publication": (1,),
+    "folder": (1,),
+    "gathered": (2,),
 }
 
 
 @pytest.mark.parametrize("name", _SMALL)
 def test_a_part_can_be_measured_at_small_sizes(name: str) -> None:
-    part = {**servers.PARTS, **collection.PARTS, **rounds.PARTS}[name]
-    result = replace(part, sizes=_SMALL[name], repeats=1).run()
+    result = replace(PARTS[name], sizes=_SMALL[name], repeats=1).run()
     assert all(cost > 0 for cost in result["costs"])
 
 

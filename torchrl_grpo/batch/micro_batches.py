@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from accelerate.utils.memory import clear_device_cache
 from tensordict import TensorDictBase
 
@@ -259,7 +260,9 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
     Returns:
         Bins; the rows of each are in ascending order.
     """
-    rows = sorted(sorted(costs), key=costs.__getitem__, reverse=True)
+    ascending = sorted(costs)
+    order = np.argsort([-costs[row] for row in ascending], kind="stable")
+    rows = [ascending[number] for number in order.tolist()]
     # Two rows of more than half a bin never share one, so each of these opens its own.
     bins = [[row] for row in rows if 2 * costs[row] > budget]
     opened = len(bins)
