@@ -1,4 +1,14 @@
-"""Types that every stream of weights uses: through files, and through GPU transfer channels."""
+"""Types that every stream of weights uses: through files, and through GPU transfer channels.
+
+The terms of these modules:
+
+* stream: what sends the trainer's weights through a channel; one complete sending is a pass;
+* channel: where a stream writes, two files in shared memory or a buffer on the GPU;
+* piece: adjacent elements of one tensor;
+* bucket: the pieces that travel together, as one file or as one half of a transfer buffer;
+* opening: what makes receivers open a channel. With CUDA IPC, buckets follow; with NCCL, a broadcast of all
+  weights.
+"""
 
 from __future__ import annotations
 
