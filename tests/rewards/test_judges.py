@@ -19,7 +19,7 @@ from torchrl_grpo.data.rows import codec
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.sandbox import gym_job, no_code
 from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
-from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool, judge_isolation
+from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool, reward_isolation
 from torchrl_grpo.rewards.sandbox.worker import Isolation
 from torchrl_grpo.runtime import sandbox
 
@@ -354,11 +354,11 @@ def test_games_take_arithmetic_alone(answer: str) -> None:
 
 
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judge_isolation(RewardConfig(), "math_verify") is Isolation.sandbox
+    assert reward_isolation(RewardConfig(), "math_verify") is Isolation.sandbox
     monkeypatch.setattr(sandbox, "why_unavailable", lambda: "this kernel has no Landlock")
     with pytest.raises(ConfigError, match=r"reward.sandbox=true: the reward math_verify .* no Landlock"):
-        judge_isolation(RewardConfig(), "math_verify")
-    assert judge_isolation(RewardConfig(sandbox=False), "math_verify") is Isolation.process
+        reward_isolation(RewardConfig(), "math_verify")
+    assert reward_isolation(RewardConfig(sandbox=False), "math_verify") is Isolation.process
 
 
 def test_a_call_without_the_sandbox_still_leaves_nothing_to_the_next() -> None:

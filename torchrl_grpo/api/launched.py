@@ -50,8 +50,9 @@ def on_all_ranks(program: Callable[[], _T]) -> _T:
     """Run a program on rank 0 while the other ranks serve it.
 
     Args:
-        program: program of rank 0. It ends what ``job.follow`` does on the others, as ``Session.close`` does.
-            It must not return None, which means that rank 0 has ended.
+        program: program of rank 0. It ends what ``job.follow`` does on the others, as
+            :meth:`~torchrl_grpo.training.session.Session.close` does. It must not return None, which
+            means that rank 0 has ended.
 
     Returns:
         Its result, on every rank.

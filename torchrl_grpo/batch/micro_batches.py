@@ -77,7 +77,8 @@ class TokenBudget:
     """Largest number of tokens in a micro-batch. It is halved after an out-of-memory error.
 
     The cost of a group is the tokens of its prompt and its responses. If the model cannot share the prompt,
-    the prompt counts once per response.
+    the prompt counts once per response. Padding is not counted: there is none where prompts are shared, and
+    otherwise each response is padded to the longest prompt and response of its micro-batch.
 
     Args:
         tokens: largest number of tokens in a micro-batch.

@@ -136,6 +136,9 @@ def check_trusted(model: ModelArgument, cfg: Config, written: Mapping[str, Any])
 def with_model(cfg: Config, model: ModelArgument, merged: Path, trusted: bool) -> Config:
     """Return a configuration for the model that the user named.
 
+    For a checkpoint, its ``model.name`` is the model that the run began with: the caller loads the weights of
+    ``model.checkpoint``.
+
     Args:
         cfg: configuration of the task.
         model: the model.

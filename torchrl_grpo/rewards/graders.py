@@ -22,7 +22,7 @@ from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 _log = logging.getLogger(__name__)
 
 # Metric of a reward that may give any number.
-MEAN_REWARD = "primary"
+ANY_NUMBER = "primary"
 # Metric of held-out solutions that no reward grades.
 LOSS = "loss"
 
@@ -80,7 +80,7 @@ class AccuracyGrader:
 
 
 class OwnRewardGrader:
-    """Reads what a reward of the user gave: its value as :data:`MEAN_REWARD`, or ``accuracy``.
+    """Reads what a reward of the user gave: its value as :data:`ANY_NUMBER`, or ``accuracy``.
 
     Args:
         name: name of the reward in the scores.
@@ -90,7 +90,7 @@ class OwnRewardGrader:
 
     def __init__(self, name: str, threshold: float | None, is_judge: bool = False) -> None:
         self._name, self._threshold, self._is_judge = name, threshold, is_judge
-        self.primary = MEAN_REWARD if threshold is None else "accuracy"
+        self.primary = ANY_NUMBER if threshold is None else "accuracy"
         self.metrics: tuple[str, ...] = (self.primary,)
 
     def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:
@@ -135,7 +135,7 @@ class MixtureGrader:
     """``accuracy`` over all parts of a mixture, and ``<part>/accuracy`` of each.
 
     Both count the primary metric of the part's own grader. If one of them is a reward that may give any
-    number, they are called :data:`MEAN_REWARD`.
+    number, they are called :data:`ANY_NUMBER`.
 
     Args:
         graders: graders of the parts, by their names.
@@ -143,8 +143,8 @@ class MixtureGrader:
 
     def __init__(self, graders: Mapping[str, Grader]) -> None:
         self._graders = dict(graders)
-        any_number = any(grader.primary == MEAN_REWARD for grader in graders.values())
-        self.primary = MEAN_REWARD if any_number else "accuracy"
+        any_number = any(grader.primary == ANY_NUMBER for grader in graders.values())
+        self.primary = ANY_NUMBER if any_number else "accuracy"
         self.metrics = (self.primary, *(f"{part}/{self.primary}" for part in graders))
 
     def grade(self, completion: str, example: Example, score: ResponseScore) -> dict[str, float]:

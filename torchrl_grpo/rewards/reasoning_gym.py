@@ -12,7 +12,7 @@ from typing import Any
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
-from torchrl_grpo.rewards.sandbox.pool import WorkerPool, judge_isolation
+from torchrl_grpo.rewards.sandbox.pool import WorkerPool, reward_isolation
 from torchrl_grpo.rewards.sandbox.worker import Isolation
 
 JOB = "torchrl_grpo.rewards.sandbox.gym_job:run"
@@ -65,7 +65,7 @@ class ReasoningGymReward:
 
 def build(cfg: Config) -> ReasoningGymReward:
     """Return the reward of a configuration; ``env.answer_format`` and ``reward`` are read."""
-    isolation = judge_isolation(cfg.reward, ReasoningGymReward.name)
+    isolation = reward_isolation(cfg.reward, ReasoningGymReward.name)
     return ReasoningGymReward(
         cfg.env.answer_format,
         cfg.reward.timeout_s,

@@ -60,7 +60,7 @@ from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engin
 from torchrl_grpo.training.held_out_loss import HeldOutLoss
 from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.prepare import prepare
-from torchrl_grpo.training.probe import build_probe
+from torchrl_grpo.training.probe import probe_inputs
 from torchrl_grpo.training.rounding_check import rounding_check_dtype
 from torchrl_grpo.training.run_checkpoints import try_out_checkpoint
 from torchrl_grpo.training.schedule import RunSchedule
@@ -389,7 +389,7 @@ def build_publisher(
         engine_dtype: dtype of the engine.
         warn: function called with a warning for the user.
     """
-    prompts, pictures = build_probe(cfg.inference_model, tokenizer, examples)
+    prompts, pictures = probe_inputs(cfg.inference_model, tokenizer, examples)
     return WeightPublisher(
         learner.full_model(),
         learner.probe_scorer(),

@@ -19,7 +19,7 @@ from torchrl_grpo.envs.chat import check_length, prompt_pictures, render
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.inference.protocol import Completion, Inference, PromptPictures, Sampling
 from torchrl_grpo.observe.stats import mean_interval, pass_at_k, wilson
-from torchrl_grpo.rewards.graders import MEAN_REWARD, CountingGrader, Graded
+from torchrl_grpo.rewards.graders import ANY_NUMBER, CountingGrader, Graded
 from torchrl_grpo.runtime.rng import derive_seed
 
 
@@ -44,9 +44,9 @@ class Evaluator:
     Args:
         examples: held-out problems.
         tokenizer: tokenizer that renders the problems and decodes the responses.
-        grader: grader of the responses. Its ``metrics`` are names, and ``primary`` is the one that counts,
-            which is ``MEAN_REWARD`` if it may be any number. ``weights(example)`` is how much an example
-            counts in the mean of each metric, and 0 where it does not.
+        grader: grader of the responses. Its ``metrics`` are names, and ``primary`` is the name of the one
+            that counts, which is ``ANY_NUMBER`` for a reward that may give any number. ``weights(example)``
+            is how much an example counts in the mean of each metric, and 0 where it does not.
         cfg: configuration of the run.
 
     Raises:
@@ -76,7 +76,7 @@ class Evaluator:
             prompt_pictures(tokenizer, example, prompt)
             for example, prompt in zip(examples, self.prompts, strict=True)
         ]
-        self.what = f"the reward {grader.name}" if grader.primary == MEAN_REWARD else "accuracy"
+        self.what = f"the reward {grader.name}" if grader.primary == ANY_NUMBER else "accuracy"
         longest = cfg.inference_model.max_model_len - cfg.inference_model.max_new_tokens
         for example, prompt in zip(examples, self.prompts, strict=True):
             check_length(example, len(prompt), longest)
@@ -130,9 +130,9 @@ class Evaluator:
             metrics[f"eval/{name}"] = right / total
             if name != self.grader.primary:
                 continue
-            if name == MEAN_REWARD and (bounds := mean_interval(values)) is not None:
+            if name == ANY_NUMBER and (bounds := mean_interval(values)) is not None:
                 metrics |= {"eval/primary_low": bounds[0], "eval/primary_high": bounds[1]}
-            if name != MEAN_REWARD or all(value in (0.0, 1.0) for group in of_problems for value in group):
+            if name != ANY_NUMBER or all(value in (0.0, 1.0) for group in of_problems for value in group):
                 low, high = wilson(right, round(total))
                 metrics |= {
                     "eval/accuracy": right / total,

@@ -18,12 +18,13 @@ from torchrl_grpo.weight_sync.probe import probe_length, probe_prompts
 _PROBLEMS = 8
 
 
-def build_probe(
+def probe_inputs(
     cfg: InferenceModelConfig, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
 ) -> tuple[list[list[int]], list[PromptPictures | None] | None]:
     """Make the prompts of the probe from the first problems.
 
-    They are text. The last one is a whole prompt with pictures, if there are some: the shortest of the first.
+    They are pieces of one length, cut from the joined text of the prompts. If problems have pictures, the
+    shortest of the first prompts with pictures follows uncut.
 
     Args:
         cfg: settings of the engine.

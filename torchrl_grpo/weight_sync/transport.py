@@ -28,9 +28,9 @@ class Transport(Protocol):
         """Read all weights and send them.
 
         Args:
-            weights: names and tensors in the engine's dtype. All are read before this returns. Some
-                transports iterate over them again, for an engine that starts later. They do so only before
-                the next optimizer step, so the weights are still those of ``version``.
+            weights: names and tensors in the engine's dtype. All are read before this returns. They may be
+                iterated over again, for an engine that starts later. That happens only before the next
+                optimizer step, so the weights are still those of ``version``.
             version: number of optimizer steps that produced these weights.
             probe: prompts for which each engine returns its likeliest next tokens with the new weights.
         """

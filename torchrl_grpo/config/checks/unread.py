@@ -22,7 +22,8 @@ _SETS = {
     "policy.advantage_estimator=none": "policy=distill",
     "policy.distill_coef=1.0": "policy=distill",
 }
-# Setting of key(only_with=...) -> words that turn it on, if it is not enough by itself.
+# What ``only_with`` of torchrl_grpo.config.keys.key names, which is KEY=VALUE, or KEY for any value but its
+# default -> words that turn it on, if it is not enough by itself.
 _TURNED_ON = {
     "env.environment": "env.environment=FILE.py:CLASS",
     "policy.advantage_estimator=maxent": "policy=maxent",

@@ -1,7 +1,7 @@
 """``math_verify``: mathematical equality of answer and truth.
 
-The parsers evaluate what the model wrote. So each answer is judged in a copy of a worker process, which ends
-with the answer and, unless ``reward.sandbox=false``, can do no harm
+The parsers evaluate what the model wrote. So each answer is compared in a copy of a worker process, which
+ends with the answer and, unless ``reward.sandbox=false``, can do no harm
 (:mod:`torchrl_grpo.rewards.sandbox.judged_apart`). A comparison that raises, hangs or kills its process
 is an error (:class:`~torchrl_grpo.rewards.sandbox.pool.JobError`), never a silent 0.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
-from torchrl_grpo.rewards.sandbox.pool import WorkerPool, judge_isolation
+from torchrl_grpo.rewards.sandbox.pool import WorkerPool, reward_isolation
 from torchrl_grpo.rewards.sandbox.worker import Isolation
 
 JOB = "torchrl_grpo.rewards.sandbox.math_job:run"
@@ -61,5 +61,5 @@ class MathVerifyReward:
 
 def build(cfg: Config) -> MathVerifyReward:
     """Return the reward of a configuration; ``reward`` is read."""
-    isolation = judge_isolation(cfg.reward, MathVerifyReward.name)
+    isolation = reward_isolation(cfg.reward, MathVerifyReward.name)
     return MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers, isolation)

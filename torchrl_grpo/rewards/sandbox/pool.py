@@ -41,7 +41,7 @@ _PASSED = (
 )  # fmt: skip
 
 
-def judge_isolation(cfg: RewardConfig, name: str) -> Isolation:
+def reward_isolation(cfg: RewardConfig, name: str) -> Isolation:
     """Return where a judge runs that may evaluate what a model wrote.
 
     Args:
