@@ -1,7 +1,9 @@
 """``python -m benchmarks.scale``: what each part of the control plane costs as a run grows.
 
-Engines, servers and judges are fake and answer at once, so what is measured is this process. It takes minutes
-on two cores, which must be idle: targets are for a quiet machine. The exit code is 1 if one is missed.
+Engines, servers and judges are fake. They answer at once, so what is measured is this process; a judge and
+two rewards wait on purpose. "gathered" counts all bytes over the loopback device of this machine. All of it
+takes minutes on two cores, which must be idle: targets are for a quiet machine. The exit code is 1 if one is
+missed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log-probabilities that rank 0 gets from the other training ranks.
 
-``python -m benchmarks.scale.gathered RESPONSES`` is a rank.
+``python -m benchmarks.scale.gathered GROUPS`` is a rank.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.scale.parts import Part
+from benchmarks.scale.parts import Part, total
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.runtime import rank_env
 
-_RESPONSES, _TOKENS = 2_048, 1_000
+_GROUPS, _SAMPLES, _TOKENS = 256, 8, 1_000
+_LIMIT_S = 120.0
 
 
 def _over_loopback() -> int:
@@ -38,17 +39,15 @@ def _gathered(ranks: int) -> float:
         "MASTER_PORT": str(rank_env.free_port()),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", __name__, str(_RESPONSES // ranks)]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else None,
-        )
-        for rank in range(ranks)
-    ]
+    command = [sys.executable, "-m", __name__, str(_GROUPS // ranks)]
+    started: list[subprocess.Popen[bytes]] = []
     try:
-        output, _ = started[0].communicate()
+        for rank in range(ranks):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE if rank == 0 else None))
+        output, _ = started[0].communicate(timeout=_LIMIT_S)
+        if started[0].returncode:
+            raise RuntimeError(f"rank 0 of {ranks} ended with code {started[0].returncode}")
         return int(output) / 1e6
     finally:
         for process in started:
@@ -59,7 +58,7 @@ def _gathered(ranks: int) -> float:
 def main() -> None:
     """Give rank 0 this rank's share, and print on rank 0 what that moved."""
     ranks = Ranks(on_cpu=True)
-    own = [torch.randn(1, _TOKENS) for _ in range(int(sys.argv[1]))]
+    own = [torch.randn(_SAMPLES, _TOKENS) for _ in range(int(sys.argv[1]))]
     # Every rank is there, and connected.
     ranks.gather_to_main(None)
     before = _over_loopback()
@@ -70,8 +69,8 @@ def main() -> None:
 
 PARTS = {
     "gathered": Part(
-        f"log-probabilities of {_RESPONSES:,} responses of {_TOKENS:,} tokens (8.2 MB) to rank 0", "ranks",
-        (2, 8), _gathered, lambda _, moved: moved, "MB over loopback",
+        "8.2 MB of log-probabilities of all ranks to rank 0", "ranks",
+        (2, 8), _gathered, total, "MB over loopback",
     ),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import linear_regression
 from typing import Any
@@ -29,6 +30,7 @@ class Part:
         target: bound of that number; None for none.
         is_least: whether the target is the smallest number allowed, not the largest.
         target_from: smallest size that the target is for.
+        while_training: whether ``grpo-async.py`` does it while it trains, when what it has built is frozen.
         repeats: number of measurements at each size, all sizes in turn. The least cost of a size counts,
             because other processes and a cold start only add to it.
     """
@@ -42,16 +44,14 @@ class Part:
     target: float | None = None
     is_least: bool = False
     target_from: int = 0
+    while_training: bool = True
     repeats: int = 1
 
     def run(self) -> dict[str, Any]:
-        """Measure all sizes, and return what the result file says of the part.
-
-        Objects that exist before are frozen, as in a run with workers in processes of their own.
-        """
+        """Measure all sizes, and return what the result file says of the part."""
 
         def measure(size: int) -> float:
-            with frozen_objects():
+            with frozen_objects() if self.while_training else nullcontext():
                 return self.measure(size)
 
         rounds = [[measure(size) for size in self.sizes] for _ in range(self.repeats)]

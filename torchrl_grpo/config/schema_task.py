@@ -113,8 +113,8 @@ class EnvConfig:
         "Several data sets in place of one, e.g. [{dataset: gsm8k, weight: 0.7}, {dataset: reasoning_gym, "
         "task: countdown, weight: 0.3}]. A part may have dataset, task, task_args, task_size, data_path, "
         "eval_data_path, hub_name, hub_subset, train_split, eval_split, fields, train_on_ifeval, "
-        "prompt_template, system_prompt, answer_format, control_tokens_in_data, reward (a mapping like the "
-        "section reward), eval_reward, weight and name.",
+        "shuffle_buffer, prompt_template, system_prompt, answer_format, control_tokens_in_data, reward (a "
+        "mapping like the section reward), eval_reward, weight and name.",
     )
     num_envs: PositiveInt = key(8, "Prompts in one collection round.")
     repeats: PositiveInt = key(

@@ -39,7 +39,8 @@ class WorkerSpec:
         max_num_seqs: largest number of responses decoded at a time.
         threads: number of CPU threads of the engine.
         on_gpu: whether the worker has a GPU.
-        gpus: indices of the GPUs of all workers together, for a Ray cluster that this run starts.
+        gpus: indices of the GPUs of all workers and reference processes together, for a Ray cluster that this
+            run starts.
         gpu_memory_utilization: fraction of the GPU's memory that vLLM takes.
         weight_transfer: how weights travel, a value of ``inference_model.weight_transfer``.
         train_device: where the trainer's weights are.
