@@ -26,12 +26,15 @@ def main() -> None:
     for name in args.names:
         experiment = EXPERIMENTS[name]
         for seed in range(experiment.seeds) if args.seed is None else [args.seed]:
-            model = first_model(experiment.arms, seed, args.folder.resolve() / name)
+            folder = args.folder.resolve() / name
+            model = first_model(experiment.arms, seed, folder)
+            # All arms begin with the model that the first one evaluates.
+            (base, *_) = folders_of(next(iter(experiment.arms.values())), experiment.arms, seed, folder)
             for arm, stages in experiment.arms.items():
                 if args.arm in (None, arm):
-                    runs = folders_of(stages, experiment.arms, seed, args.folder.resolve() / name)
+                    runs = folders_of(stages, experiment.arms, seed, folder)
                     run_stages(stages, seed, runs, (), model)
-                    _keep(name, records.read_record(arm, seed, runs, experiment.shape))
+                    _keep(name, records.read_record(arm, seed, runs, experiment.shape, base))
     _write_page()
 
 

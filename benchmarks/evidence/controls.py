@@ -14,6 +14,6 @@ def chance(completion: str, example: Any) -> float:
     return float(_draw.random() < 0.5)
 
 
-def shape(completion: str, example: Any, pattern: str) -> float:
+def form(completion: str, example: Any, pattern: str) -> float:
     """Return 1 if the whole response has the form of an answer, right or wrong."""
     return float(re.fullmatch(pattern, completion.strip()) is not None)

@@ -11,7 +11,10 @@ from benchmarks.learning import Stage
 
 _GRPO, _SFT = "sota-implementations/grpo/grpo.py", "sota-implementations/sft/sft.py"
 _CONTROLS = Path(__file__).resolve().parent / "controls.py"
-_HELD_OUT = 300
+_HELD_OUT, _BEST_OF = 300, 8
+# Of a round of GRPO: few prompts with many samples, because the prompts take most of the time of a step. Of a
+# round of SFT: solutions.
+_PROMPTS, _SAMPLES, _SOLUTIONS = 4, 16, 8
 
 
 @dataclass(frozen=True)
@@ -36,61 +39,65 @@ class Experiment:
     outcome: str = ""
 
 
-def _task(name: str, arguments: str, system: str, shape: str, tokens: int, prompt_tokens: int) -> Experiment:
+def _task(task: str, shape: str, rounds: int, words: Sequence[str], outcome: str) -> Experiment:
     """Return GRPO on a task of reasoning_gym beside its controls.
 
+    All arms begin with the same model, so the first one alone evaluates it. It alone measures pass@8 too.
+
     Args:
-        name: name of the task.
-        arguments: its arguments, in YAML.
-        system: system prompt, which shows the form of an answer.
+        task: name of the task.
         shape: regular expression of an answer in the right form.
-        tokens: longest response.
-        prompt_tokens: room for the prompt.
+        rounds: optimizer steps of each command.
+        words: arguments of the task, prompt, lengths and learning rate, for every arm.
+        outcome: see :class:`Experiment`.
     """
-    words = (
+    common = (
         "--config-name=grpo_quickstart",
         "env=reasoning_gym",
-        f"env.task={name}",
-        f"env.task_args={arguments}",
-        f"env.system_prompt='{system}'",
-        "env.answer_format=plain",
-        "env.prompt_template='{question}'",
-        "env.task_size=2048",
+        f"env.task={task}",
+        *words,
         f"eval.num_problems={_HELD_OUT}",
-        f"inference_model.max_new_tokens={tokens}",
-        f"inference_model.max_model_len={tokens + prompt_tokens}",
+        "eval.reward=reasoning_gym",
+        "eval.frequency=0",
+        "train.checkpoint_frequency=0",
     )
-    graded = ("eval.reward=reasoning_gym",)
-    pattern = "{shape: {pattern: '" + shape.replace("'", "''") + "'}}"
-    functions = f"reward.functions={{shape: '{_CONTROLS}:shape'}}"
-    shaped = (functions, f"reward.args={pattern}", *graded)
-    own = Stage(_GRPO, (*words, *shaped, "reward.weights={reasoning_gym: 1.0, shape: 0.1}"))
-    of_form = Stage(_GRPO, (*words, *shaped, "reward.weights={shape: 1.0}"))
-    by_chance = Stage(
-        _GRPO,
-        (
-            *words,
-            f"reward.functions={{chance: '{_CONTROLS}:chance'}}",
-            *graded,
-            "reward.weights={chance: 1.0}",
-        ),
+    grpo = (*common, f"train.total_dialog_turns={rounds * _PROMPTS * _SAMPLES}")
+    grpo += (f"env.num_envs={_PROMPTS}", f"env.repeats={_SAMPLES}")
+    pattern = shape.replace("'", "''")
+    formed = (
+        f"reward.functions={{form: '{_CONTROLS}:form'}}",
+        f"reward.args={{form: {{pattern: '{pattern}'}}}}",
     )
-    solutions = Stage(_SFT, (*words, "+method=sft", "train.total_dialog_turns=128"))
+    drawn = (f"reward.functions={{chance: '{_CONTROLS}:chance'}}", "reward.weights={chance: 1.0}")
+    own = (*grpo, *formed, "reward.weights={reasoning_gym: 1.0, form: 0.1}")
+    later = "eval.at_start=false"
+    best_of = (f"eval.pass_at_k={_BEST_OF}", "eval.temperature=1.0")
+    solutions = (*common, "+method=sft", f"env.num_envs={_SOLUTIONS}")
+    sft = Stage(_SFT, (*solutions, f"train.total_dialog_turns={rounds * _SOLUTIONS}", later))
     return Experiment(
-        f"GRPO teaches SmolLM2-135M {name.replace('_', ' ')} by right answers, not by form or chance.",
+        f"GRPO teaches SmolLM2-135M {task.replace('_', ' ')} by right answers, not by form or chance.",
         "The rise is within its interval, or no larger than that with a random reward or a reward for form.",
         {
-            "GRPO": (own,),
-            "reward for form": (of_form,),
-            "random reward": (by_chance,),
-            "SFT": (solutions,),
-            "SFT, then GRPO": (solutions, own),
+            "GRPO": (Stage(_GRPO, (*own, *best_of)),),
+            "reward for form": (Stage(_GRPO, (*grpo, *formed, "reward.weights={form: 1.0}", later)),),
+            "random reward": (Stage(_GRPO, (*grpo, *drawn, later)),),
+            "SFT": (sft,),
+            "SFT, then GRPO": (sft, Stage(_GRPO, (*own, later))),
         },
         shape,
+        outcome=outcome,
     )
 
 
-_NUMBER = r"-?\d+"
+def _examples(*turns: tuple[str, str]) -> str:
+    """Return the word that shows questions with their answers, as turns of the chat, before each question."""
+    shown = "".join(
+        f"{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\n"
+        for question, answer in turns
+    )
+    return f'env.prompt_template="{shown}{{question}}"'
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "openenv": Experiment(
         "GRPO teaches SmolLM2-135M a game of two turns on an OpenEnv server.",
@@ -125,20 +132,21 @@ EXPERIMENTS: dict[str, Experiment] = {
         "moves little in so few steps: most answers are still wrong. The recipe was chosen on seed 0, with "
         "the same held-out problems. Other programs shared the machine, so seconds are not compared.",
     ),
-    "gcd": _task(
-        "gcd",
-        "{min_numbers: 2, max_numbers: 2, min_value: 1, max_value: 20}",
-        "Reply with the number alone, like this: 4",
-        _NUMBER,
-        8,
-        120,
-    ),
-    "lcm": _task(
-        "lcm",
-        "{min_numbers: 2, max_numbers: 2, min_value: 1, max_value: 12}",
-        "Reply with the number alone, like this: 12",
-        _NUMBER,
-        8,
-        120,
+    "needle": _task(
+        "needle_haystack",
+        r"[A-Z][^\s.]*",
+        12,
+        (
+            "env.task_args={min_num_statements: 3, max_num_statements: 3}",
+            "env.system_prompt='Reply with a name.'",
+            _examples(
+                ("Ada likes tea. Tom mends socks. \nWho mends socks? Reply only with a name.", "Tom"),
+                ("Zoe paints boats. Max fears rain. \nWho paints boats? Reply only with a name.", "Zoe"),
+            ),
+            "inference_model.max_new_tokens=6",
+            "inference_model.max_model_len=166",
+            "optimizer.lr=2e-5",
+        ),
+        "",
     ),
 }

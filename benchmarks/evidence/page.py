@@ -27,8 +27,8 @@ has commands, versions, the curve of each run, and the grade of each held-out pr
 never trained on.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
-first arm, on the same seeds and problems. Seconds are those of each command of an arm, with its start and
-its evaluations.
+first arm, on the same seeds and problems. *Best of 8* is pass@8: whether any of eight answers, sampled at
+temperature 1, is right. Seconds are those of each command of an arm, with its start and its evaluations.
 """
 
 
@@ -53,6 +53,9 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         if experiment.shape:
             formed = np.mean([run["formed"] for run in own.values()], axis=0)
             cells.append(f"{formed[0]:.2f}, then {formed[1]:.2f}")
+        if any("passes" in record for record in records):
+            best = [run["passes"] for run in own.values() if "passes" in run]
+            cells.append("{:.3f}, then {:.3f}".format(*np.mean(best, axis=0)) if best else "")
         stages = np.mean([run["seconds"] for run in own.values()], axis=0)
         cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
@@ -72,6 +75,7 @@ def _mean(values: Any, signed: bool = False) -> str:
 def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
     columns = ["arm", "seeds", "before", "after", "rise", "difference"]
     columns += ["in the right form"] if experiment.shape else []
+    columns += ["best of 8"] if any("passes" in record for record in records) else []
     columns.append("seconds")
     rows = [columns, ["---"] * len(columns), *table(experiment, records)]
     first = records[0]

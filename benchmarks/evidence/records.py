@@ -18,7 +18,7 @@ from torchrl_grpo.sweep.trials import read_trial
 FOLDER = Path(__file__).resolve().parent / "records"
 
 
-def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str) -> dict[str, Any]:
+def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Path) -> dict[str, Any]:
     """Return the record of an arm that has ended.
 
     Args:
@@ -26,18 +26,26 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str) -> dict[s
         seed: its seed.
         runs: folders of its runs, of which each began with the model of the one before.
         shape: regular expression of a whole response in the right form; empty if there is no form.
+        base: run that evaluated the model that the arm began with, before its first step.
 
     Raises:
+        OSError: a run is missing.
         ValueError: the runs have no evaluations that can be compared.
     """
-    first, last = runs[0], runs[-1]
+    last = runs[-1]
     trial = read_trial(last)
-    before, after = _graded(first, 0, shape), _graded(last, trial.last_step, shape)
+    before, after = _graded(base, 0, shape), _graded(last, trial.last_step, shape)
     if not after or before.keys() != after.keys():
         raise ValueError(f"{last}: the evaluations before and after training are not of the same problems")
     summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
     about = json.loads((last / ".hydra/about.json").read_text())
     ids = sorted(after)
+    if trial.steps[0] > 0:
+        # It was not evaluated before its first step: an earlier run has that value.
+        trial.steps.insert(0, 0)
+        trial.values.insert(
+            0, read_trial(runs[-2]).values[-1] if len(runs) > 1 else read_trial(base).values[0]
+        )
     record: dict[str, Any] = {
         "arm": arm,
         "seed": seed,
@@ -56,14 +64,16 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str) -> dict[s
     }
     if shape:
         record["formed"] = [sum(each[id][1] for id in ids) / len(ids) for each in (before, after)]
-    passes = [
-        {name: value for name, value in row.items() if re.fullmatch(r"eval/pass_at_\d+", name)}
-        for row in read_jsonl(last / METRICS)
-        if "eval/num_problems" in row
-    ]
-    if any(passes):
-        record["passes"] = [passes[0], passes[-1]]
+    first, final = _passes(base), _passes(last)
+    if first and final:
+        record["passes"] = [first[0], final[-1]]
     return record
+
+
+def _passes(run: Path) -> list[float]:
+    """Return pass@k of each evaluation that measured it."""
+    rows = read_jsonl(run / METRICS)
+    return [value for row in rows for name, value in row.items() if name.startswith("eval/pass_at_")]
 
 
 def _graded(run: Path, step: int, shape: str) -> dict[str, tuple[float, float]]:

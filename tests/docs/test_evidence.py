@@ -66,24 +66,48 @@ def test_an_arm_of_one_seed_has_no_interval_and_the_share_of_the_right_form() ->
     assert row == ["GRPO", "1", "0.500", "1.000", "+0.500", "", "0.25, then 1.00", "10"]
 
 
-def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
-    run = write_evaluations(tmp_path / "run", {0: {"p": 0.0, "q": 1.0}, 4: {"p": 1.0, "q": [1.0, 0.0]}})
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, "eval/accuracy": 0.5}) + "\n" for step in (0, 4))
-    )
+def ended(folder: Path, grades: dict[int, Any], best_of: list[float] | None = None) -> Path:
+    run = write_evaluations(folder, grades)
+    rows = [{"step": step, "eval/accuracy": value} for step, value in zip(grades, (0.5, 0.75), strict=False)]
+    for row, value in zip(rows, best_of or [], strict=False):
+        row["eval/pass_at_8"] = value
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "summary.json").write_text(json.dumps({"seconds": 9, "dialog_turns": 64, "steps": 4}))
     about = json.loads((run / ".hydra/about.json").read_text())
     (run / ".hydra/about.json").write_text(json.dumps({**about, "machine": "Linux", "started": "today"}))
-    record = records.read_record("GRPO", 1, [run], r"run \w \d 0")
+    return run
+
+
+def test_best_of_8_is_that_of_the_arms_that_measured_it() -> None:
+    rows = [made("GRPO", seed, [0.0], [1.0], passes=[0.25, best]) for seed, best in enumerate((0.5, 1.0))]
+    first, second = page.table(Experiment("", "", ARMS), [*rows, made("random", 0, [0.0], [0.0])])
+    assert (first[6], second[6]) == ("0.250, then 0.750", "")
+
+
+def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
+    grades = {0: {"p": 0.0, "q": 1.0}, 4: {"p": 1.0, "q": [1.0, 0.0]}}
+    run = ended(tmp_path / "run", grades, [0.5, 1.0])
+    record = records.read_record("GRPO", 1, [run], r"run \w \d 0", run)
     assert (record["ids"], record["before"], record["after"]) == (["p", "q"], [0.0, 1.0], [1.0, 0.5])
     assert (record["formed"], record["seconds"], record["steps"]) == ([1.0, 0.75], [9], [0, 4])
+    assert record["passes"] == [0.5, 1.0]
     records.save("made", [record, {**record, "seed": 2}], tmp_path / "records")
     assert records.load("made", tmp_path / "records") == [record, {**record, "seed": 2}]
     with pytest.raises(ValueError, match="not all runs were measured on the same problems"):
         records.save("made", [record, {**record, "ids": ["p"]}], tmp_path / "records")
 
 
+def test_an_arm_that_was_not_evaluated_at_its_start_takes_that_of_the_first_arm(tmp_path: Path) -> None:
+    base = ended(tmp_path / "base", {0: {"p": 0.0, "q": 1.0}, 4: {"p": 1.0, "q": 1.0}}, [0.5, 1.0])
+    taught, last = (ended(tmp_path / name, {4: {"p": 1.0, "q": 0.0}}) for name in ("taught", "last"))
+    record = records.read_record("SFT", 1, [taught], "", base)
+    assert (record["before"], record["after"]) == ([0.0, 1.0], [1.0, 0.0])
+    assert (record["steps"], record["values"], "passes" in record) == ([0, 4], [0.5, 0.5], False)
+    (taught / "metrics.jsonl").write_text(json.dumps({"step": 4, "eval/accuracy": 0.25}) + "\n")
+    assert records.read_record("SFT, then GRPO", 1, [taught, last], "", base)["values"] == [0.25, 0.5]
+
+
 def test_control_rewards_know_nothing_of_the_answer() -> None:
-    assert [controls.shape(text, None, r"-?\d+") for text in (" -7 ", "7.", "It is 7")] == [1.0, 0.0, 0.0]
+    assert [controls.form(text, None, r"-?\d+") for text in (" -7 ", "7.", "It is 7")] == [1.0, 0.0, 0.0]
     drawn = [controls.chance("the same", None) for _ in range(1000)]
     assert {*drawn} == {0.0, 1.0} and 400 < sum(drawn) < 600
