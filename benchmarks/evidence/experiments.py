@@ -39,13 +39,14 @@ class Experiment:
     outcome: str = ""
 
 
-def _task(task: str, shape: str, rounds: int, words: Sequence[str], outcome: str) -> Experiment:
+def _task(task: str, skill: str, shape: str, rounds: int, words: Sequence[str], outcome: str) -> Experiment:
     """Return GRPO on a task of reasoning_gym beside its controls.
 
     All arms begin with the same model, so the first one alone evaluates it. It alone measures pass@8 too.
 
     Args:
         task: name of the task.
+        skill: what it asks for, in words.
         shape: regular expression of an answer in the right form.
         rounds: optimizer steps of each command.
         words: arguments of the task, prompt, lengths and learning rate, for every arm.
@@ -75,7 +76,7 @@ def _task(task: str, shape: str, rounds: int, words: Sequence[str], outcome: str
     solutions = (*common, "+method=sft", f"env.num_envs={_SOLUTIONS}")
     sft = Stage(_SFT, (*solutions, f"train.total_dialog_turns={rounds * _SOLUTIONS}", later))
     return Experiment(
-        f"GRPO teaches SmolLM2-135M {task.replace('_', ' ')} by right answers, not by form or chance.",
+        f"GRPO teaches SmolLM2-135M {skill} by right answers, not by form or chance.",
         "The rise is within its interval, or no larger than that with a random reward or a reward for form.",
         {
             "GRPO": (Stage(_GRPO, (*own, *best_of)),),
@@ -134,6 +135,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "needle": _task(
         "needle_haystack",
+        "to name who does something in a text of three statements (needle_haystack of reasoning_gym)",
         r"[A-Z][^\s.]*",
         12,
         (
@@ -147,6 +149,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=166",
             "optimizer.lr=2e-5",
         ),
-        "",
+        "Not decided with two seeds; the third is being run.",
     ),
 }
