@@ -1,6 +1,6 @@
 # Every target sets up what it needs first; a set-up that is up to date costs a moment.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart train test test-fast gpu-check bench lint format docs setup setup-dev
+.PHONY: help quickstart train test test-fast gpu-check bench evidence lint format docs setup setup-dev
 
 # Overrides for one command: make train ARGS="env.dataset=math model.name=smollm2-135m"
 ARGS ?=
@@ -33,6 +33,9 @@ gpu-check: setup-dev  ## Check that this machine's GPUs train correctly, in stag
 
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)
+
+evidence: setup-dev  ## Run experiments of docs/results.md and write the page again (ARGS="needle --folder FOLDER")
+	$(PY) -m benchmarks.evidence $(ARGS)
 
 lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), imports between subpackages (import-linter), spelling (codespell) and names of variables
 	$(PY) -m ruff check $(CHECKED)

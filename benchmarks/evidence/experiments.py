@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.evidence import comparisons
+from benchmarks.evidence.experiment import Experiment
 from benchmarks.learning import EXPERIMENTS as _LEARNING
 from benchmarks.learning import Stage
 
@@ -15,28 +16,6 @@ _HELD_OUT, _BEST_OF = 300, 8
 # Of a round of GRPO: few prompts with many samples, because the prompts take most of the time of a step. Of a
 # round of SFT: solutions.
 _PROMPTS, _SAMPLES, _SOLUTIONS = 4, 16, 8
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """An experiment.
-
-    Attributes:
-        claim: what it supports.
-        refuted_by: which result would refute the claim.
-        arms: commands of each arm; each takes the model of the one before. The first arm is the one that the
-            others are compared with.
-        shape: regular expression of a whole response in the right form; empty if there is no form.
-        seeds: number of seeds.
-        outcome: what the results say of the claim; empty until there are some.
-    """
-
-    claim: str
-    refuted_by: str
-    arms: Mapping[str, Sequence[Stage]]
-    shape: str = ""
-    seeds: int = 3
-    outcome: str = ""
 
 
 def _task(task: str, skill: str, shape: str, rounds: int, words: Sequence[str], outcome: str) -> Experiment:
@@ -161,4 +140,5 @@ EXPERIMENTS: dict[str, Experiment] = {
         "100 of these held-out problems. Only the first arm measured the best of 8, so it took longer. "
         "Other programs shared the machine, so seconds are not compared.",
     ),
+    **comparisons.EXPERIMENTS,
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.experiments import EXPERIMENTS, Experiment
+from benchmarks.evidence.experiment import Experiment
+from benchmarks.evidence.experiments import EXPERIMENTS
 from torchrl_grpo.sweep import statistics
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,18 @@ temperature 1, is right. Seconds are those of each command of an arm, with its s
 def page(records: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Return the page of the experiments that have records."""
     sections = [_section(name, EXPERIMENTS[name], rows) for name, rows in records.items() if rows]
-    return "\n".join([_HEAD, *sections])
+    waiting = {name: EXPERIMENTS[name] for name, rows in records.items() if not rows}
+    return "\n".join([_HEAD, *sections, *([_waiting(waiting)] if waiting else [])])
+
+
+def _waiting(experiments: Mapping[str, Experiment]) -> str:
+    """Return the section of the experiments that nobody has run yet."""
+    rows = ["| experiment | claim | arms, seeds | needs |", "| --- | --- | --- | --- |"]
+    for name, each in experiments.items():
+        needs = each.needs or "CPU"
+        rows.append(f"| `{name}` | {each.claim} | {len(each.arms)}, {each.seeds} | {needs} |")
+    about = "The same command runs these. For GPUs: predicted peak, and hours a seed at an H100's speed.\n"
+    return "\n".join(["## Not run yet\n", about, *rows, ""])
 
 
 def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -12,7 +12,8 @@ from run_files import write_evaluations
 from scipy import stats
 
 from benchmarks.evidence import controls, page, records
-from benchmarks.evidence.experiments import EXPERIMENTS, Experiment
+from benchmarks.evidence.experiment import Experiment
+from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import first_model
 from torchrl_grpo.cli.checked_job import compose_job
 

@@ -1,0 +1,32 @@
+"""What an experiment is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.learning import Stage
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment.
+
+    Attributes:
+        claim: what it supports.
+        refuted_by: which result would refute the claim.
+        arms: commands of each arm; each takes the model of the one before. The first arm is the one that the
+            others are compared with.
+        shape: regular expression of a whole response in the right form; empty if there is no form.
+        seeds: number of seeds.
+        outcome: what the results say of the claim; empty until there are some.
+        needs: GPU that it needs, with the peak and the hours that the planner predicts; empty for a CPU.
+    """
+
+    claim: str
+    refuted_by: str
+    arms: Mapping[str, Sequence[Stage]]
+    shape: str = ""
+    seeds: int = 3
+    outcome: str = ""
+    needs: str = ""
