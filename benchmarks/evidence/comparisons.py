@@ -102,19 +102,19 @@ EXPERIMENTS: dict[str, Experiment] = {
         "16,000 samples raise Qwen2.5-0.5B-Instruct (published: 43.6 to 50.2).",
         "The rise is within its interval.",
         ("model.name=Qwen/Qwen2.5-0.5B-Instruct", "train.total_dialog_turns=16000"),
-        "a GPU of 24 GB; 23 GB, 0.3 h",
+        "GPU of 24 GB, 23 GB, 0.3 hours",
     ),
     "gsm8k-1.5b-lora": _gsm8k(
         "Adapters of rank 32 raise Qwen2.5-1.5B-Instruct.",
         "The rise is within its interval.",
         ("+recipe=gpu_24gb",),
-        "a GPU of 24 GB; 17 GB, 0.5 h",
+        "GPU of 24 GB, 17 GB, 0.5 hours",
     ),
     "gsm8k-1.5b": _gsm8k(
         "64,000 samples raise Qwen2.5-1.5B-Instruct (published elsewhere: 79.6).",
         "The rise is within its interval.",
         ("+recipe=gpu_80gb",),
-        "a GPU of 80 GB; 56 GB, 1.5 h",
+        "GPU of 80 GB, 56 GB, 1.5 hours",
     ),
     "gsm8k-3b": _gsm8k(
         "64,000 samples raise Qwen2.5-3B-Instruct (published elsewhere: 86.1).",
@@ -124,6 +124,6 @@ EXPERIMENTS: dict[str, Experiment] = {
             "model.name=Qwen/Qwen2.5-3B-Instruct",
             "train_model.gradient_checkpointing=true",
         ),
-        "a GPU of 80 GB; 75 GB, 2.5 h",
+        "GPU of 80 GB, 75 GB, 2.5 hours",
     ),
 }

@@ -128,17 +128,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=166",
             "optimizer.lr=2e-5",
         ),
-        "The claim holds against the reward for form, and is not decided against the random reward. GRPO "
-        "rises by more than its interval, +0.240 (+0.162 to +0.318), and ends +0.191 (+0.054 to +0.328) "
-        "above the reward for form. The random reward scatters too much for three seeds: two of them forgot"
-        " the task, and the other came to 0.340, by answering mostly the first name of the text. That answer "
-        "alone is right on 0.403 of these problems, and GRPO is not surely above it: +0.070 (-0.008 to "
-        "+0.148). GRPO answers with a name of the text more often, 0.61 of the time, then 0.91. Of those "
-        "answers, 0.38 are right, then 0.52. 96 written solutions reach as much or more, +0.134 (-0.072 to "
-        "+0.341) beside GRPO, and GRPO after them adds +0.099 (+0.029 to +0.168). After GRPO, one greedy "
-        "answer is right more often than the best of 8 was before. The recipe was chosen on seed 7, with "
-        "100 of these held-out problems. Only the first arm measured the best of 8, so it took longer. "
-        "Other programs shared the machine, so seconds are not compared.",
+        "The claim holds against the reward for form, and is not decided against the random reward, which "
+        "scatters too much for three seeds: two of them forgot the task, and the other came to 0.340 by "
+        "answering mostly the first name of the text. That answer alone is right on 0.403 of these problems, "
+        "and GRPO is not surely above it: +0.070 (-0.008 to +0.148). 96 written solutions reach as much or "
+        "more, and GRPO after them adds +0.099 (+0.029 to +0.168). After GRPO, one greedy answer is right "
+        "more often than the best of 8 was before. The recipe was chosen on seed 7, with 100 of these "
+        "problems. The first arm alone measured the best of 8, so it took longer, and other programs shared "
+        "the machine.",
     ),
     **comparisons.EXPERIMENTS,
 }

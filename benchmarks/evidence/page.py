@@ -24,8 +24,8 @@ python -m benchmarks.evidence NAME --folder FOLDER --seed 1    # one seed again
 ```
 
 FOLDER then has the raw responses (`rollouts.jsonl`, `evaluations.jsonl`), and `benchmarks/evidence/records`
-has commands, versions, the curve of each run, and the grade of each held-out problem. Held-out problems are
-never trained on.
+has commands, versions, machine, the curve of each run, and the grade of each held-out problem. Held-out
+problems are never trained on.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
 first arm, on the same seeds and problems. *Best of 8* is pass@8: whether any of eight answers, sampled at
@@ -42,12 +42,14 @@ def page(records: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 def _waiting(experiments: Mapping[str, Experiment]) -> str:
     """Return the section of the experiments that nobody has run yet."""
-    rows = ["| experiment | claim | arms, seeds | needs |", "| --- | --- | --- | --- |"]
+    lines = [
+        "## Not run yet\n",
+        "The same command runs these. For a GPU: its memory, predicted peak, hours a seed on an H100.\n",
+    ]
     for name, each in experiments.items():
-        needs = each.needs or "CPU"
-        rows.append(f"| `{name}` | {each.claim} | {len(each.arms)}, {each.seeds} | {needs} |")
-    about = "The same command runs these. For GPUs: predicted peak, and hours a seed at an H100's speed.\n"
-    return "\n".join(["## Not run yet\n", about, *rows, ""])
+        needs = f"; {each.needs}" if each.needs else ""
+        lines.append(f"- `{name}`: {each.claim} {len(each.arms)} x {each.seeds} runs{needs}.")
+    return "\n".join([*lines, ""])
 
 
 def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -91,8 +93,6 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     columns.append("seconds")
     rows = [columns, ["---"] * len(columns), *table(experiment, records)]
     first = records[0]
-    kinds = sorted({record["machine"] for record in records})
-    versions = ", ".join(f"{package} {first['versions'][package]}" for package in ("torch", "transformers"))
     return "\n".join(
         [
             f"## {name.capitalize()}\n",
@@ -100,8 +100,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
             f"{experiment.outcome}\n",
-            f"{len(first['ids'])} held-out problems; {versions}; {'; '.join(kinds)}; "
-            f"`python -m benchmarks.evidence {name} --folder FOLDER`; "
+            f"{len(first['ids'])} held-out problems; `python -m benchmarks.evidence {name} --folder FOLDER`; "
             f"[records](../benchmarks/evidence/records/{name}.json).",
             "",
             f"![learning curves](pictures/evidence-{name}.svg)\n",
