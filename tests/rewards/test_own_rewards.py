@@ -555,6 +555,7 @@ def test_a_function_that_cannot_be_used_is_one_clear_message(
         ({"own": "mine.py:two words"}, {}, None, "names no function"),
         ({"gsm8k": "mine.py:length"}, {}, None, "a built-in reward has this name"),
         ({"mean": "mine.py:length"}, {}, None, "the metric reward/mean is of all rewards"),
+        ({"shape": "mine.py:length"}, {}, None, "TorchRL's specs have an attribute of this name"),
         ({"a/b": "mine.py:length"}, {}, None, "a reward's name has letters, digits, _ and -"),
         ({}, {"own": {"x": 1}}, None, "reward.functions has no function of this name"),
         ({"own": "mine.py:length"}, {"own": 3}, None, "the arguments of a function have names"),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config, EnvConfig
 
 _FIELDS = ("question", "messages", "answer", "solution", "identity", "images")
+# Names that a Composite of TorchRL refuses.
+_OF_SPECS = ("device", "dtype", "shape", "space")
 
 
 def check_data(cfg: Config) -> None:
@@ -294,12 +296,13 @@ def _check_reward(cfg: Config, name: str, key: str, value: Any, fix: str) -> Non
 
 def _check_function(name: str, spec: str) -> None:
     key = f"reward.functions.{name}"
-    if name in REWARDS:
-        wrong = "a built-in reward has this name"
-        raise bad_value(key, spec, wrong, f"another name, as in reward.functions={{my_{name}:{spec}}}")
-    if name in NO_REWARDS:
-        wrong = f"the metric reward/{name} is of all rewards"
-        raise bad_value(key, spec, wrong, f"another name, as in reward.functions={{my_{name}:{spec}}}")
+    taken = {
+        **dict.fromkeys(_OF_SPECS, "TorchRL's specs have an attribute of this name"),
+        **dict.fromkeys(NO_REWARDS, f"the metric reward/{name} is of all rewards"),
+        **dict.fromkeys(REWARDS, "a built-in reward has this name"),
+    }
+    if name in taken:
+        raise bad_value(key, spec, taken[name], f"another name, as in reward.functions={{my_{name}:{spec}}}")
     if not name.replace("-", "_").isidentifier():
         wrong = "a reward's name has letters, digits, _ and -"
         raise bad_value(key, spec, wrong, f"reward.functions={{my_reward:{spec}}}")
