@@ -21,6 +21,7 @@ from torchrl_grpo.rollout.round import Round, build_round
 SAMPLES = 16
 _MEAN, _LONG = 400, 32_000
 _VOCABULARY = 150_000
+_MOST_TOKENS = 2_560_000
 
 
 def _response(tokens: int, draw: random.Random) -> Response:
@@ -56,20 +57,31 @@ def build(groups: Sequence[ScoredGroup]) -> Round:
     return build_round(groups, [""] * len(groups), reward_names=["r"], pad_token_id=0, seconds={})
 
 
+@cache
+def _messages(tokens: int) -> list[bytes]:
+    """Return what workers on Ray send for so many tokens, a group each."""
+    return [pickle.dumps(group, pickle.HIGHEST_PROTOCOL) for group in _groups(tokens // 1_000, 1_000)]
+
+
 def _tokens_on_ray(tokens: int) -> float:
-    """Return the processor time of so many tokens from a worker's message to the trainer's tensors."""
-    groups, decoder = _groups(tokens // 1_000, 1_000), tokenizer()
-    sent = [pickle.dumps(group, pickle.HIGHEST_PROTOCOL) for group in groups]
+    """Return the processor time of a round of so many tokens, from messages to the trainer's tensors.
+
+    Rounds of every size take the same messages, each once: a small round that is repeated would find its own
+    in the processor's caches.
+    """
+    sent, decoder = _messages(max(tokens, _MOST_TOKENS)), tokenizer()
+    size = tokens // 1_000 // SAMPLES
 
     def receive() -> None:
-        ended: list[ScoredGroup] = []
-        for message in sent:
-            group = pickle.loads(message)
-            ended.append(scored(group, written_texts(decoder, group.responses)))
-            assert group.oldest_version == 3
-        build(ended)
+        for start in range(0, len(sent), size):
+            ended: list[ScoredGroup] = []
+            for message in sent[start : start + size]:
+                group = pickle.loads(message)
+                ended.append(scored(group, written_texts(decoder, group.responses)))
+                assert group.oldest_version == 3
+            build(ended)
 
-    return fastest(receive)
+    return fastest(receive) * size / len(sent)
 
 
 def _with_long(responses: int) -> list[Group]:
@@ -104,7 +116,7 @@ def _time(responses: int) -> float:
 
 PARTS = {
     "ray": Part(
-        "tokens of workers on Ray: message, text, round", "tokens", (160_000, 640_000, 2_560_000),
+        "tokens of workers on Ray: message, text, round", "tokens", (160_000, 640_000, _MOST_TOKENS),
         _tokens_on_ray, microseconds, "µs a token", target=0.5,
     ),
     "memory": Part(

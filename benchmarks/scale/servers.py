@@ -273,7 +273,7 @@ PARTS = {
     ),
     "publication": Part(
         "control of a publication by NCCL", "servers", (16, 64, 256), _by_nccl,
-        total, "s", target=2.0, repeats=3,
+        total, "s", target=2.0, repeats=7,
     ),
     "halves": Part(
         "control of a publication to 8 servers in shared memory", "GB", (1, 4, 16), _by_shared_memory,
