@@ -25,7 +25,6 @@ def _sums(
     refuted_by: str,
     arms: Mapping[str, Sequence[str]],
     script: str = _GRPO,
-    config: str = "grpo_quickstart",
 ) -> Experiment:
     """Return a comparison on sums, at equal numbers of samples.
 
@@ -34,9 +33,8 @@ def _sums(
         refuted_by: see :class:`Experiment`.
         arms: words of each arm.
         script: script that runs them.
-        config: primary configuration of every arm.
     """
-    common = (f"--config-name={config}", "eval.num_problems=300", "train.checkpoint_frequency=0")
+    common = ("--config-name=grpo_quickstart", "eval.num_problems=300", "train.checkpoint_frequency=0")
     return Experiment(
         claim,
         refuted_by,

@@ -42,14 +42,14 @@ _PASSED = (
 
 
 def reward_isolation(cfg: RewardConfig, name: str) -> Isolation:
-    """Return where a judge runs that may evaluate what a model wrote.
+    """Return where a reward runs that may evaluate what a model wrote.
 
     Args:
         cfg: configuration; ``sandbox`` is read.
         name: name of the reward, for messages.
 
     Raises:
-        ConfigError: the judge must run in the sandbox, and this machine has none.
+        ConfigError: the reward must run in the sandbox, and this machine has none.
     """
     if not cfg.sandbox:
         return Isolation.process
