@@ -14,7 +14,7 @@ import msgspec
 
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.runtime.loop_thread import LoopClosed, LoopThread
+from torchrl_grpo.runtime.shared_loop import LoopClosed, SharedLoop
 
 _T = TypeVar("_T")
 _UNIX, _JSON = "unix:", "application/json"
@@ -50,7 +50,7 @@ class ServerLost(RuntimeError):
 
 
 class ServerConnection:
-    """A connection to one server, driven by a thread of its own.
+    """A connection to one server.
 
     Args:
         address: ``http://HOST:PORT``, or ``unix:PATH`` for a socket of this machine.
@@ -64,7 +64,7 @@ class ServerConnection:
         self._key, self._key_variable = key, key_variable
         self._timeout_s = timeout_s
         self._base = "http://server" if address.startswith(_UNIX) else address.rstrip("/")
-        self._thread = LoopThread("server client")
+        self._loop = SharedLoop()
         self._session = self._run(self._open())
 
     async def _open(self) -> aiohttp.ClientSession:
@@ -131,7 +131,7 @@ class ServerConnection:
     def send_later(self, call: Call, done: Callable[[Any], None]) -> None:
         """Send a request, and call ``done`` with the JSON of the answer or the exception.
 
-        ``done`` runs in the thread of the connection. The request has no time limit.
+        ``done`` runs in the thread of all connections, and must not wait. The request has no time limit.
 
         Raises:
             ServerLost: the connection is closed.
@@ -185,7 +185,7 @@ class ServerConnection:
 
     def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         try:
-            return self._thread.submit(work)
+            return self._loop.submit(work)
         except LoopClosed as error:
             raise ServerLost(f"the connection to {self.address} is closed") from error
 
@@ -197,7 +197,7 @@ class ServerConnection:
 
     def close(self) -> None:
         """Close the connection from any thread; requests under way end with an exception."""
-        self._thread.close(self._shut())
+        self._loop.close(self._shut())
 
     async def _shut(self) -> None:
         await self._session.close()

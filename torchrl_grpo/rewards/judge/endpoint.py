@@ -13,8 +13,8 @@ import aiohttp
 
 from torchrl_grpo.config.judges import JudgeConfig
 from torchrl_grpo.rewards.judge.question import BadVerdict
-from torchrl_grpo.runtime.loop_thread import LoopClosed, LoopThread
 from torchrl_grpo.runtime.printable import printable
+from torchrl_grpo.runtime.shared_loop import LoopClosed, SharedLoop
 
 _T = TypeVar("_T")
 _ROUTE = "/chat/completions"
@@ -68,8 +68,8 @@ class Endpoint:
         # Whether nobody answered any attempt of a request. Others then make one attempt each, so that a round
         # does not wait for all attempts of all its responses.
         self._is_gone = False
-        self._thread = LoopThread("judge")
-        self._session, self._places = self._thread.submit(self._open()).result()
+        self._loop = SharedLoop()
+        self._session, self._places = self._loop.submit(self._open()).result()
 
     async def _open(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
         # Compressed bytes could be few and their content endless.
@@ -104,7 +104,7 @@ class Endpoint:
             JudgeError: the connection is closed.
         """
         try:
-            return self._thread.submit(self._ask(body, read))
+            return self._loop.submit(self._ask(body, read))
         except LoopClosed as error:
             raise JudgeError("the connection to the judge is closed") from error
 
@@ -164,7 +164,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Close the connection from any thread; whoever waits for a verdict gets an exception."""
-        self._thread.close(self._shut())
+        self._loop.close(self._shut())
 
     async def _shut(self) -> None:
         await self._session.close()
