@@ -231,6 +231,8 @@ def test_a_server_of_the_official_package_is_reached_by_its_url() -> None:
         assert process.stdout is not None
         cfg = Config()
         cfg.env.tools = [f"mcp:http://127.0.0.1:{int(process.stdout.readline())}/mcp"]
+        # One call takes all of it.
+        cfg.env.tool_timeout_s = 4.0
         made = Calls(cfg)
         at_the_end.callback(made.host.close)
         (tool,) = made.tools

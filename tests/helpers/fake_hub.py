@@ -123,7 +123,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     from huggingface_hub import constants
 
     hub = FakeHub()
-    thread = threading.Thread(target=hub.serve_forever)
+    # It looks for its end as often as this, in seconds.
+    thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
     thread.start()
     for name, value in {
         "ENDPOINT": hub.endpoint,

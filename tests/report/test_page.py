@@ -184,7 +184,7 @@ def get(url: str, method: str = "GET", host: str | None = None) -> tuple[int, by
 def test_a_watched_run_is_served_to_this_machine_at_a_secret_address(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
     with ReportServer(run, 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             assert server.server_address[0] == "127.0.0.1" and len(server.path) > 20
             status, page, tag = get(server.url)
