@@ -25,7 +25,7 @@ train: setup  ## Run grpo.py with ARGS (default: the GSM8K recipe)
 test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in three processes (ARGS="-n 0": in one); ARGS go to pytest
 	$(PY) -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
-test-fast: setup-dev  ## Run the tests that start no real engine and take seconds each, in three processes; ARGS go to pytest
+test-fast: setup-dev  ## Run the tests that take less than half a second each, in three processes; ARGS go to pytest
 	$(PY) -m pytest -n 3 --no-loadscope-reorder -m "not integration and not slow" $(ARGS)
 
 gpu-check: setup-dev  ## Check that this machine's GPUs train correctly, in stages of a minute; also runs on a CPU, smaller (ARGS="--only scores float32" is a part)

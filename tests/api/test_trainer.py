@@ -172,6 +172,7 @@ def test_rows_rewards_tools_and_an_environment_of_the_script(
     assert {row["reward"] for row in rows} <= {0.0, 1.0, 2.0} and not any("errors" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_a_dataset_with_rewards_of_its_own(make: Make) -> None:
     trainer = make(
         {"env.shuffle": False, "eval.num_problems": 8, "eval.threshold": 1},
@@ -186,6 +187,7 @@ def test_a_dataset_with_rewards_of_its_own(make: Make) -> None:
     assert trainer.metrics()[0]["eval/accuracy"] == 7 / 8
 
 
+@pytest.mark.slow
 def test_rows_with_rewards_of_their_own(make: Make) -> None:
     config = {"env.shuffle": False, "reward.timeout_s": 20}
     rows: list[Any] = [Item(number) for number in range(8)]
@@ -250,6 +252,7 @@ def test_a_function_counts_beside_the_weights_of_a_configuration_as_with_the_com
     assert reward_weights(cfg) == {"reasoning_gym": 1.0, "closeness": 0.3, "bare_number": 0.1, "shorter": 1.0}
 
 
+@pytest.mark.slow
 def test_a_hugging_face_dataset_and_a_chat_column(make: Make) -> None:
     chat = [
         {"messages": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS

@@ -74,6 +74,7 @@ def test_rows_go_where_a_search_of_all_bins_and_shares_puts_them(
     assert partition_balanced(costs, shares) == [sorted(part) for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [True, False])
 @given(seed=st.integers(0, 1000), tokens=st.integers(14, 120))
 @settings(max_examples=60, deadline=None)

@@ -97,6 +97,7 @@ with exit_codes():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "ending"), [(signal.SIGINT, (130, "interrupted\n")), (signal.SIGTERM, (143, "terminated\n"))]
 )
@@ -146,6 +147,7 @@ def test_an_interrupt_while_a_write_begins_leaves_nobody_waiting(
     assert done == (["written"] if has_begun else [])
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_write_loses_nothing(tmp_path: Path) -> None:
     context, survivors, whole = multiprocessing.get_context("forkserver"), list[int](), tmp_path / "whole"
     writer = BackgroundWriter()

@@ -512,6 +512,7 @@ OF_A_NEW_RUN = {
 }
 
 
+@pytest.mark.slow
 def test_what_a_stopped_run_is_told_to_change_may_change_or_is_said_to_take_a_new_run() -> None:
     advised: dict[str, str] = {}
     for place, text in messages_that_end_runs():

@@ -58,6 +58,7 @@ def test_each_model_answers_in_its_own_conversation(
     assert out.startswith(again.rstrip("\n"))
 
 
+@pytest.mark.slow
 def test_what_a_terminal_would_obey_does_not_reach_it(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def imported(stderr: str) -> set[str]:
 HEAVY = {"torch", "vllm", "transformers", "torchrl", "tensordict", "numpy", "datasets", "reasoning_gym"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -110,6 +111,7 @@ def test_examples_of_the_help_text_are_valid(workplace: Path, capsys: pytest.Cap
         assert call("--cfg", "job", *words) == 0, line
 
 
+@pytest.mark.slow
 def test_the_help_text_of_sft_is_its_own(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ def test_tab_completion(
     assert capsys.readouterr().out.split() == offered
 
 
+@pytest.mark.slow
 def test_bad_row_is_found_before_torch_is_imported(workplace: Path) -> None:
     rows = [f'{{"question": "{n}?", "answer": "#### {n}"}}' for n in range(300)]
     (workplace / "rows.jsonl").write_text("\n".join([*rows, '{"question": "x", "answer": "no mark"}']))
@@ -180,6 +183,7 @@ def test_bad_row_is_found_before_torch_is_imported(workplace: Path) -> None:
     assert not list(workplace.glob("outputs/*/*"))
 
 
+@pytest.mark.slow
 def test_mistake_through_the_script(workplace: Path) -> None:
     result = script("policy.kl_coeff=0.1", cwd=workplace)
     assert (result.returncode, result.stdout) == (2, "")

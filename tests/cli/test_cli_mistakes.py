@@ -689,6 +689,7 @@ def test_value_is_named_as_it_was_written(capsys: pytest.CaptureFixture[str]) ->
     assert "env.repeats=1: it must be at least 2" in mistake(capsys, "env.repeats=1")
 
 
+@pytest.mark.slow
 def test_mistake_in_a_configuration_file(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = workplace / "mine"
     mine.mkdir()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 GRPO = str(ROOT / "sota-implementations/grpo/grpo.py")
 # Python writes at once where this is set, and argparse then notices no error.

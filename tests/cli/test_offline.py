@@ -11,6 +11,8 @@ import pytest
 
 from torchrl_grpo.runtime.rank_env import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

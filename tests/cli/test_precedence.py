@@ -107,6 +107,7 @@ def test_words_of_the_user_that_contradict_each_other_are_refused(words: str) ->
 
 
 # The names that Hydra's own files and the schema begin with are not taken for theirs.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine", "hydra_test", "schema_test"])
 def test_a_primary_configuration_wins_over_its_preset_and_gives_way_to_the_command_line(
     name: str,

@@ -14,6 +14,8 @@ import pytest
 
 from torchrl_grpo.runtime.config_dir import config_dir
 
+pytestmark = pytest.mark.slow
+
 # What an entry point of the wheel does. It says which package it ran, for the environment has another one.
 ENTRY_POINT = """
 import sys

@@ -139,6 +139,7 @@ def test_choices_are_written_as_they_are_named() -> None:
     assert all(choice.name == choice.value for hint in choices for choice in hint)
 
 
+@pytest.mark.slow
 def test_every_key_of_every_shipped_configuration_is_read_by_code() -> None:
     read: set[str] = set()
     package = ROOT / "torchrl_grpo"

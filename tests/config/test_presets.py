@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from objective_by_hand import advantages_by_hand, counted, loss_by_hand
 from omegaconf import OmegaConf
 from rounding import EQUAL, EXACT
+from slow_cases import slow_except
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -243,7 +244,9 @@ def assert_same(first: tuple[float, dict[str, Tensor]], other: tuple[float, dict
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("case", [*PRESETS, "drop", "mask overlong, sequence", "band of sequences"])
+@pytest.mark.parametrize(
+    "case", slow_except(["grpo", "gspo"], [*PRESETS, "drop", "mask overlong, sequence", "band of sequences"])
+)
 def test_micro_batches_padding_and_order_change_nothing(case: str) -> None:
     batch = near_the_model()
     whole = model_gradients(case, batch)

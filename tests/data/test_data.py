@@ -141,6 +141,7 @@ def test_a_byte_order_mark_blank_lines_and_odd_line_separators_do_no_harm(tmp_pa
     assert len(load(config(data_path=str(tmp_path / "a.jsonl"))).train) == 1
 
 
+@pytest.mark.slow
 def test_the_whole_gsm8k(tmp_path: Path) -> None:
     folder = SHARED_GSM8K
     if not folder.is_dir():  # a checkout without the shared data beside it: rows of our own
@@ -624,6 +625,7 @@ def test_choose_is_a_sample_in_the_source_order() -> None:
 # --- reasoning_gym ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reasoning_gym_splits_are_disjoint_and_repeatable() -> None:
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     cfg = config("reasoning_gym", 60, task="chain_sum", task_args=args, task_size=300)

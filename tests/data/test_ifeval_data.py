@@ -141,6 +141,7 @@ def test_missing_and_empty_places_name_the_key(tmp_path: Path) -> None:
         load.load(_config(tmp_path, _rows(3), task_size=0))
 
 
+@pytest.mark.slow
 def test_without_hub_and_without_a_path_the_error_says_which_key_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

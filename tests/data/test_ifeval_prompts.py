@@ -134,6 +134,7 @@ def _structured(main: str, short: str, instructions: dict[str, dict[str, Any]]) 
     return text
 
 
+@pytest.mark.slow
 def test_every_composed_prompt_can_be_satisfied(composed: list[Composed]) -> None:
     failed = [
         (entry.prompt, response, strict)

@@ -367,6 +367,7 @@ def test_no_drawn_problem_is_trained_on_and_held_out(kind: str) -> None:
     assert train.isdisjoint(held_out)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_picture() -> None:
     """Of bars of one unit each, the taller has as many colored rows more as the answer says."""
     for number in range(20):
@@ -383,6 +384,7 @@ def test_answers_are_those_of_the_picture() -> None:
         assert str(height) == example.truth["answer"]
 
 
+@pytest.mark.slow
 def test_held_out_problems_are_different() -> None:
     env = EnvConfig(dataset="pictures", task_args={"kinds": ["fraction"], "size": 32})
     # More than this kind has; 20 times as many are drawn.

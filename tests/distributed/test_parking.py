@@ -57,6 +57,7 @@ def same(value: Any, other: Any) -> bool:
     return len(value) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(value, other, strict=True))
 
 
+@pytest.mark.slow
 def test_parked_moments_take_no_memory_and_change_no_number() -> None:
     with PretendedCuda() as machine:
         plain, parked = make_step("cuda"), make_step("cuda")

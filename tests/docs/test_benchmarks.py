@@ -59,6 +59,7 @@ def test_this_project_is_given_the_same_prompts(tmp_path: Path) -> None:
     assert chats == work.messages(AutoTokenizer.from_pretrained(work.model))
 
 
+@pytest.mark.slow
 def test_memory_that_was_written_to_is_read_and_none_is_made() -> None:
     before = touch_memory()
     reserved, used = mmap.mmap(-1, 2**28, mmap.MAP_PRIVATE), mmap.mmap(-1, 2**27, mmap.MAP_PRIVATE)
@@ -166,6 +167,7 @@ def test_a_part_keeps_its_place_when_another_is_measured(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"RESULTS.md", "results.json"}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_what_it_found_and_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

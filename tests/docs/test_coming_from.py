@@ -202,6 +202,7 @@ def test_every_name_of_the_tables_leads_to_its_row_as_a_key() -> None:
         assert expected or instead in advice, f"{name}: {advice}"
 
 
+@pytest.mark.slow
 def test_every_name_of_the_tables_leads_to_its_row_as_an_option() -> None:
     for number, (name, row) in enumerate(first_rows(False).items()):
         # A parser takes milliseconds to make, so each name is tried in one of three ways.

@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.slow
+
 # Modules whose package has another name.
 PACKAGE_OF = {
     "PIL": "pillow",

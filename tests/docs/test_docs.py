@@ -303,6 +303,7 @@ def test_every_metric_written_is_documented() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_every_documented_metric_is_written() -> None:
     names = {name: name.partition("<")[0] + "<" if "<" in name else name for name in documented()}
     assert len(names) > 35

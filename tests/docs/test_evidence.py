@@ -25,6 +25,7 @@ def made(arm: str, seed: int, before: list[float], after: list[float], **more: A
     return {"arm": arm, "seed": seed, "ids": ids, "before": before, "after": after, "seconds": [10], **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_commands_of_an_experiment_are_accepted(experiment: str, tmp_path: Path) -> None:
     arms = EXPERIMENTS[experiment].arms

@@ -285,6 +285,7 @@ def test_a_gpu_machine_takes_no_cpu_build_from_a_folder(repo_root: Path, tmp_pat
     assert f"torch!={_torch_version(repo_root)}+cpu" in install
 
 
+@pytest.mark.slow
 def test_an_older_vllm_is_set_up_on_request_and_stays(repo_root: Path, tmp_path: Path) -> None:
     older = _pins(repo_root / "requirements_vllm024.txt")
     torch = older["torch"]
@@ -486,6 +487,7 @@ def test_tiny_tokenizer_round_trips_and_has_a_chat_template(tiny_model_dir: Path
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "added", "broken"),
     [

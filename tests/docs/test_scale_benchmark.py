@@ -27,6 +27,7 @@ _SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _SMALL)
 def test_a_part_can_be_measured_at_small_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_MOST_TOKENS", 16_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cli_calls import accept
 
 from benchmarks import learning, small_vlm
@@ -13,6 +14,7 @@ from torchrl_grpo.envs.solution_tokens import solutions
 from torchrl_grpo.models.loading import load_tokenizer
 
 
+@pytest.mark.slow
 def test_prompts_and_solutions_are_short(tmp_path: Path) -> None:
     small_vlm.build(tmp_path, seed=0)
     (_, grpo) = learning.EXPERIMENTS["pictures"]["SFT, then GRPO"]

@@ -230,6 +230,7 @@ def published() -> list[Path]:
 LOSE = r"(cohere|gemma3?|gemma3|idefics|llava|phi3|smolvlm)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", published(), ids=lambda path: path.stem)
 def test_published_templates_work_or_are_refused(path: Path, tmp_path: Path) -> None:
     text = path.read_text()

@@ -179,6 +179,7 @@ def test_no_text_from_outside_becomes_a_control_token(name: str) -> None:
     assert attacks > 20, "the texts test nothing"
 
 
+@pytest.mark.slow
 def test_templates_in_use_stay_as_they_are_under_attack() -> None:
     """The templates that TRL ships, with every tag in them as a token."""
     files = [

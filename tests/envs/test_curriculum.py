@@ -38,6 +38,7 @@ def with_rates(rates: dict[int, float], **changes: Any) -> PassRateStream:
     return made
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_bands_are_the_probabilities() -> None:
     made = with_rates({0: 0.0, 1: 0.5, 2: 1.0, 3: 0.2})
     counts = Counter(index_of(example) for example in made.draw(20_000))

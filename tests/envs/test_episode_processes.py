@@ -108,6 +108,7 @@ def test_a_tool_cannot_answer_for_the_next_call(make: Callable[[], EpisodeHost])
     assert call(episode, "size", text="second") == "6"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [10, 200_000, 10_000_000])
 def test_a_call_ends_within_its_limit_whatever_the_processes_do(
     make: Callable[[], EpisodeHost], size: int

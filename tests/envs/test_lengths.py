@@ -151,6 +151,7 @@ def test_generated_problems_are_cut_when_they_are_drawn(tokenizer: PreTrainedTok
     assert "training problems are cut when they are drawn" in note and "0 of" not in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["drop", "truncate_right"])
 def test_one_long_prompt_does_not_end_a_run(
     how: str,

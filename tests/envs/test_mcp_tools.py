@@ -184,6 +184,7 @@ def calls(hostile: Callable[..., Config]) -> Iterator[Calls]:
     made.host.close()
 
 
+@pytest.mark.slow
 def test_a_hostile_server_costs_a_call_and_nothing_else(calls: Calls) -> None:
     assert [tool.name for tool in calls.tools] == ["act"]
     runner = calls.episode()
@@ -205,6 +206,7 @@ def test_a_hostile_server_costs_a_call_and_nothing_else(calls: Calls) -> None:
     assert runner.record.error is None and runner.record.tool_errors == 7
 
 
+@pytest.mark.slow
 def test_each_episode_has_a_server_that_ends_with_it(calls: Calls, tmp_path: Path) -> None:
     def servers() -> set[int]:
         return processes_with(f"{tmp_path}/hostile.py")
@@ -221,6 +223,7 @@ def test_each_episode_has_a_server_that_ends_with_it(calls: Calls, tmp_path: Pat
     wait_for_end(*started)
 
 
+@pytest.mark.slow
 def test_a_server_of_the_official_package_is_reached_by_its_url() -> None:
     with (
         subprocess.Popen([sys.executable, "-c", REMOTE], stdout=subprocess.PIPE, text=True) as process,
@@ -248,6 +251,7 @@ def test_a_server_of_the_official_package_is_reached_by_its_url() -> None:
         assert call(second, "well").startswith("error: ") and second.record.error is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "why"), [("none", "offers no tool"), ("nameless", r"asking mcp:.* what it offers failed")]
 )
@@ -287,6 +291,7 @@ def test_an_offer_that_is_no_description_of_a_tool_is_refused(changes: dict[str,
         offered_tool({**offer, **changes}, "mcp:server")
 
 
+@pytest.mark.slow
 def test_text_of_control_tokens_in_a_description_is_refused(
     hostile: Callable[..., Config], tiny_model_dir: Path
 ) -> None:
@@ -300,6 +305,7 @@ def test_text_of_control_tokens_in_a_description_is_refused(
     assert "other" in shown and '"act' not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_host")
 @pytest.mark.parametrize(
     ("kind", "why"),
@@ -341,12 +347,14 @@ def test_tools_that_are_others_when_an_engine_starts_are_refused(
         assert len(requests) == (why is None)
 
 
+@pytest.mark.slow
 def test_an_endless_list_is_read_to_a_bound(hostile: Callable[..., Config]) -> None:
     made = Calls(hostile("pages"))
     made.host.close()
     assert len(made.tools) == 16
 
 
+@pytest.mark.slow
 def test_a_tool_that_no_server_offers_cannot_be_allowed(hostile: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match=r"no server offers 'act2'; they offer act, other"):
         Calls(hostile("well", allowed_tools=["act2"]))

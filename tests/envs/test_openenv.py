@@ -185,6 +185,7 @@ def test_the_schema_says_what_an_action_is(
     assert (action.kind, action.field) == form
 
 
+@pytest.mark.slow
 def test_a_number_is_read_from_the_message(play: Callable[..., Play]) -> None:
     with FakeOpenEnv(NUMBER) as server:
         runner = play(server.url, environment_args={"action": "number"}).episode()
@@ -248,6 +249,7 @@ def lose(*positions: int) -> Change:
     return change
 
 
+@pytest.mark.slow
 def test_a_lost_session_is_opened_again_and_repeats_the_episode(text: tuple[FakeOpenEnv, Play]) -> None:
     server, played = text
 
@@ -267,6 +269,7 @@ def test_a_lost_session_is_opened_again_and_repeats_the_episode(text: tuple[Fake
     assert len(server.sessions) == 2 * 7 + 5 + 4
 
 
+@pytest.mark.slow
 def test_sessions_that_are_cut_at_any_moment_lose_and_double_nothing(
     text: tuple[FakeOpenEnv, Play],
 ) -> None:
@@ -418,6 +421,7 @@ def test_a_long_answer_is_cut_and_half_characters_are_replaced(text: tuple[FakeO
     assert step.reward == 0.0
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_costs_the_time_of_a_call(play: Callable[..., Play]) -> None:
     ended = threading.Event()
 
@@ -433,6 +437,7 @@ def test_a_server_that_does_not_answer_costs_the_time_of_a_call(play: Callable[.
     assert str(runner.record.error).endswith(f"{server.url} did not answer in time")
 
 
+@pytest.mark.slow
 def test_problems_are_reset_at_the_same_time_and_keep_their_order(play: Callable[..., Play]) -> None:
     together = threading.Barrier(4, timeout=60)
 
@@ -481,6 +486,7 @@ def test_many_sessions_on_a_slow_server_take_more_time_than_a_call(monkeypatch: 
 SERVER = f"{sys.executable} {fake_openenv.__file__} {{port}}"
 
 
+@pytest.mark.slow
 def test_a_command_is_started_again_each_time_it_ends_and_ends_with_the_run(
     play: Callable[..., Play],
 ) -> None:
@@ -508,6 +514,7 @@ def server_of(played: Play) -> int:
     return server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "why"),
     [

@@ -161,6 +161,7 @@ def test_code_in_the_sandbox_works(code: str, printed: str) -> None:
     assert run_python(code, 20.0) == printed
 
 
+@pytest.mark.slow
 def test_endless_code_and_endless_output_end() -> None:
     with pytest.raises(CodeFailed, match=r"longer than 0\.5 s"):
         run_python("import time; time.sleep(100)", 0.5)
@@ -269,6 +270,7 @@ _GREEDY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [None, as_ordinary_user])
 def test_what_code_takes_is_bounded_and_gone_afterwards(
     tmp_path: Path, before: Callable[[], None] | None
@@ -340,6 +342,7 @@ def test_a_deep_folder_is_removed_without_recursion_and_in_time(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_long_to_remove_does_not_delay_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_sandbox_works_on_this_machine() -> None:
     assert shell_tool.why_unavailable() is None
 
 
+@pytest.mark.slow
 def test_programs_work_and_files_stay_for_the_episode(folder: ShellFolder, place: Path) -> None:
     program = '#!/bin/sh\necho "ran $1"\n'
     for command, printed in {
@@ -111,6 +112,7 @@ def test_programs_work_and_files_stay_for_the_episode(folder: ShellFolder, place
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_commands_reach_nothing_but_their_folder(
     folder: ShellFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def test_a_call_ends_with_all_that_it_has_started(folder: ShellFolder) -> None:
     wait_for_end(*numbers)
 
 
+@pytest.mark.slow
 def test_what_a_command_takes_is_bounded(folder: ShellFolder, place: Path) -> None:
     python = "python3 -c"
     assert run(
@@ -296,6 +299,7 @@ def played(row: dict[str, str], *commands: str, max_turns: int = 8) -> EpisodeRu
     return runner
 
 
+@pytest.mark.slow
 def test_a_row_says_how_its_folder_is_prepared_and_graded(place: Path) -> None:
     add = "awk '{ s += $1 } END { print s }' numbers > sum"
     for commands, max_turns, reward in (
@@ -347,6 +351,7 @@ def test_a_run_without_the_tool_or_without_checks_is_refused(tiny_model_dir: Pat
         with_prompts(cfg, Problems([example(check="true")], [example()]), tokenizer)
 
 
+@pytest.mark.slow
 def test_a_check_that_takes_too_long_has_failed(place: Path) -> None:
     task = ShellTask(limit_s=1.0)
     task.reset(example(check="sleep 1000"))

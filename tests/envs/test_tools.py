@@ -227,6 +227,7 @@ def test_a_failing_call_is_a_message_and_the_episode_goes_on(
     assert runner.record.error is None
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_is_ended_and_the_next_call_works(make: MakeRunner) -> None:
     runner = make(timeout_s=1.0)
     assert ask(runner, "hang") == "error: there was no answer within 1 s"

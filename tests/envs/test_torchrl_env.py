@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from slow_cases import slow_except
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from tiny_model import build_tiny_model
@@ -110,7 +111,7 @@ def test_another_mode_is_refused(tiny: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("with_tokens", [True, None])
 @pytest.mark.parametrize("pad_output", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(["history"], MODES))
 def test_a_stock_policy_answers_every_prompt_as_the_model_does(
     tiny: tuple[Any, Any], tokenizer: Any, mode: str, pad_output: bool, with_tokens: bool | None
 ) -> None:
@@ -142,7 +143,7 @@ def test_a_stock_policy_answers_every_prompt_as_the_model_does(
 
 
 @pytest.mark.parametrize("pad_output", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(["history"], MODES))
 @pytest.mark.parametrize("bound", [BOUND, None])
 def test_truncated_is_what_the_length_bound_ended(
     tiny: tuple[Any, Any], tokenizer: Any, mode: str, pad_output: bool, bound: int | None, monkeypatch: Any

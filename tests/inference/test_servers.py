@@ -227,6 +227,7 @@ def test_a_server_that_ends_is_lost(engine: ServerEngine, server: FakeServer) ->
         engine.start_update()
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_gives_no_sign_of_life_is_lost(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +242,7 @@ def test_a_server_whose_engine_gives_no_sign_of_life_is_lost(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_full_server_is_not_taken_for_a_dead_one(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,6 +567,7 @@ def test_files_end_with_the_object(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_weights_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path: Path) -> None:
     code = """
 import os, sys, torch

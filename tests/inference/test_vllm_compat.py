@@ -119,6 +119,7 @@ def test_the_server_is_run_from_a_module_that_is_there() -> None:
     assert (_vllm() / "entrypoints/openai/api_server.py").is_file()
 
 
+@pytest.mark.slow
 def test_no_other_module_imports_vllm_or_asks_for_its_version(repo_root: Path) -> None:
     for path in (repo_root / "torchrl_grpo").rglob("*.py"):
         if path != ADAPTER:

@@ -226,6 +226,7 @@ def test_servers_get_all_weights_and_open_the_channel_once(link: Link) -> None:
     assert all(server.held.messages > 3 * 5 for server in servers.values()), "weights come in messages"
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_again_gets_the_weights_alone_and_then_with_the_others(link: Link) -> None:
     servers = {name: link.admit(name) for name in ("a", "b")}
     weights = link.moved(0.0)
@@ -247,6 +248,7 @@ def test_a_server_that_was_started_again_gets_the_weights_alone_and_then_with_th
     publish(link.carrier, servers, link.moved(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_trial_finds_out_before_the_first_weights_whether_they_would_arrive(
     wrong: bool, link: Link, monkeypatch: pytest.MonkeyPatch
@@ -313,6 +315,7 @@ def _child(port: Connection) -> None:
     port.send(server.take(port.recv()))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_middle_interrupts_the_others_who_ask_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -357,6 +360,7 @@ def test_a_server_that_is_killed_in_the_middle_interrupts_the_others_who_ask_aga
     carrier.close()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_server_ends_what_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL does not notice it: a broadcast to a process that has gone waits for ever."""
     with PretendedCuda(3), pretended_links.nccl():
@@ -397,6 +401,7 @@ def test_the_end_of_a_server_ends_what_is_being_sent(monkeypatch: pytest.MonkeyP
         carrier.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_server_that_never_joins_is_waited_for_within_a_limit(
     joins: bool, monkeypatch: pytest.MonkeyPatch
@@ -423,6 +428,7 @@ def test_a_server_that_never_joins_is_waited_for_within_a_limit(
         WeightGroup(meeting, 1, CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["refuses"]])
 def test_a_server_that_hangs_in_a_trial_is_not_missed_if_something_else_fails_first(
     others: list[str], monkeypatch: pytest.MonkeyPatch
@@ -453,6 +459,7 @@ def test_a_server_that_hangs_in_a_trial_is_not_missed_if_something_else_fails_fi
         trial.fall_back(error, "nccl", "folder", automatic=True)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_trainer_ends_what_a_server_waits_for() -> None:
     carrier = StreamCarrier(channel=Broadcaster(CPU, 20.0))
     carrier.admit("a", "unix:/somewhere", [""])
@@ -603,6 +610,7 @@ def test_weights_on_a_gpu_stay_there(way: str) -> None:
         carrier.close()
 
 
+@pytest.mark.slow
 def test_a_thread_that_joins_goes_on_computing_where_it_did() -> None:
     """vLLM moves the thread that connects GPUs to a stream of its own, which nothing else waits for."""
     with PretendedCuda(2), pretended_links.nccl() as current:

@@ -229,6 +229,7 @@ def test_servers_are_released_if_the_trainer_cannot_send(stream: WeightStream) -
     assert isinstance(server.error, TransferEnded)
 
 
+@pytest.mark.slow
 def test_files_in_a_folder_are_read_again_until_they_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_published_weights_compute_what_the_quantized_model_computes(
     assert 1 < whole / FlopCounter(small)([5], [[4]], backward=False) < 1.3
 
 
+@pytest.mark.slow
 def test_weight_verification_covers_a_quantized_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def publisher() -> WeightPublisher:
         model = quantized(folder, moved=0)

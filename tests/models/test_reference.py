@@ -18,6 +18,7 @@ from torchrl_grpo.models.reference import frozen_source, hold_as_computed, load_
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("autocast", "fast"), [("no", True), ("bf16", True), ("bf16", False)])
 def test_the_first_step_has_no_divergence(
     autocast: str,

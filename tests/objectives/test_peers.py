@@ -28,6 +28,9 @@ from torchrl_grpo.objectives.coefficients import EntropyCoefficient
 if TYPE_CHECKING:
     from trl_peer import Trl
 
+# Importing TRL takes seconds.
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 GROUP, LENGTH = 4, 8
 # Rounding of float64, far below any wrong constant.

@@ -96,6 +96,7 @@ def test_pass_at_k_is_the_counting_formula() -> None:
             pass_at_k(*bad)
 
 
+@pytest.mark.slow
 def test_peak_memory_sees_a_large_allocation() -> None:
     before = peak_memory_gib()
     block = bytearray(os.urandom(2**20)) * 300
@@ -429,6 +430,7 @@ def test_phases_are_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_phases_on_a_terminal_count_seconds_and_come_before_the_bar() -> None:
     stream, clock = Terminal(), Clock()
     with Progress(4, stream=stream, clock=clock) as progress:
@@ -601,6 +603,7 @@ def test_the_end_says_whether_the_held_out_value_changed(
     assert lines[end - 2 : end] == ["before", "after"]
 
 
+@pytest.mark.slow
 def test_plot_draws_a_picture_of_the_metrics(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
@@ -777,6 +780,7 @@ def test_tensorboard_shows_the_first_responses_as_they_are(tmp_path: Path) -> No
     assert "response, reward 0.5:\n\n    <i>1\n    # x" in text and "\n    <b>2+2?" in text
 
 
+@pytest.mark.slow
 def test_wandb_shows_the_first_responses_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
@@ -927,6 +931,7 @@ def test_trackio_shows_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.M
     assert sum(step == -1 for _, step in logged) == 2
 
 
+@pytest.mark.slow
 def test_wandb_is_told_entity_group_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
@@ -984,6 +989,7 @@ def wandb_server(answer: str, wait: float = 0.0) -> Iterator[str]:
         server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "mode"),
     [
@@ -1029,6 +1035,7 @@ def test_wandb_records_offline_if_its_server_cannot_be_reached(
     assert list((tmp_path / "wandb").rglob("offline-run-*"))
 
 
+@pytest.mark.slow
 def test_wandb_records_offline_if_its_server_refuses_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

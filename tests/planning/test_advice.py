@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from slow_cases import slow_except
 
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import schedule, whole
@@ -33,6 +34,7 @@ SHAPES = {
 MACHINES = {"1x24": (1, 23.99), "1x80": (1, 79.6), "6x80": (6, 79.6), "8x80": (8, 79.6)}
 # Of these a rank that loads a whole model in float32 may take more than one that trains a shard.
 MACHINES |= {"8x24": (8, 23.99), "8x48": (8, 47.99)}
+FAST = [("1.5B", "1x24"), ("7B", "8x80")]
 # Of two sizes one machine is enough.
 ONLY_ON = {"3B": "1x80", "llama-7B": "6x80", "14B": "8x48"}
 TRAINED = {
@@ -89,7 +91,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "machine", "script", "what"), CASES, ids=[case[0] for case in CASES]
+    ("name", "size", "machine", "script", "what"),
+    slow_except([case for case in CASES if case[1:3] in FAST], CASES),
+    ids=[case[0] for case in CASES],
 )
 def test_what_is_advised_fits(
     name: str, size: str, machine: str, script: str, what: str, monkeypatch: pytest.MonkeyPatch

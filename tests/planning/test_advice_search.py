@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from slow_cases import slow_except
 from test_advice import SHAPES, advised, planned, read
 
 from torchrl_grpo.config.checks import whole
@@ -29,6 +30,7 @@ WORK = {
     "train.max_tokens_per_microbatch=65536",
 }
 CASES = list(itertools.product(("135M", "1.5B", "7B"), MACHINES, WORK))
+FAST = [case for case in CASES if case[:2] in [("135M", "cpu"), ("1.5B", "4x24")]]
 # Too large for eight gigabytes, and in part for one GPU of 24, whatever is shortened.
 HOPELESS = {("1.5B", "cpu"), ("7B", "cpu"), ("1.5B", "1x8"), ("7B", "1x8"), ("7B", "1x24")}
 
@@ -80,7 +82,7 @@ def _ways(gpus: int) -> Iterator[Changes]:
         yield (("train_model.num_devices", ranks), ("train_model.parallelism", "fsdp2"))
 
 
-@pytest.mark.parametrize(("size", "machine", "work"), CASES)
+@pytest.mark.parametrize(("size", "machine", "work"), slow_except(FAST, CASES))
 def test_what_is_advised_for_long_texts_fits(
     size: str, machine: str, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +114,7 @@ def _fits_as_written(words: str, asynchronous: bool, hardware: Hardware) -> bool
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "machine", "work", "asynchronous"),
     [
@@ -132,6 +135,7 @@ def test_where_nothing_is_advised_nothing_is_enough(
     assert bool(advised(str(caught.value))) == bool(ways), ways[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gib", [2.0, 3.0])
 def test_advice_ends_where_everything_together_is_too_much(
     gib: float, monkeypatch: pytest.MonkeyPatch

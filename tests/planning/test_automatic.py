@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_except
 from test_advice import MACHINES, SHAPES, advised, read
 
 from torchrl_grpo import GRPOTrainer
@@ -74,6 +75,7 @@ def row(size: str, machine: str, script: str) -> tuple[list[str], list[str]]:
     return [*head, where, peak], []
 
 
+@pytest.mark.slow
 def test_the_pages_table_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     for size in SIZES:
@@ -84,7 +86,7 @@ def test_the_pages_table_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> 
     assert printed == rows, "\n".join(rows)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_except(["1.5B"], SIZES))
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_is_advised_fits_and_leaves_no_gpu_idle(

@@ -272,6 +272,7 @@ def test_a_model_whose_sizes_nobody_knows(tmp_path: Path, monkeypatch: pytest.Mo
         assert isinstance(shape, Unknown) and reason in shape.why
 
 
+@pytest.mark.slow
 def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path) -> None:
     code = (
         "import sys; from torchrl_grpo.config.schema import ModelConfig\n"
@@ -924,6 +925,7 @@ def dry_run(script: str, folder: Path, *words: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
 def test_dry_run_prints_and_does_nothing(script: str, tmp_path: Path, tiny_model_dir: Path) -> None:
     words = [
@@ -943,6 +945,7 @@ def test_dry_run_prints_and_does_nothing(script: str, tmp_path: Path, tiny_model
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_dry_run_of_a_sweep_shows_every_job(tmp_path: Path, tiny_model_dir: Path) -> None:
     words = [f"model.name={tiny_model_dir}", "policy.kl_coef=0,0.1", "inference_model.backend=transformers"]
     result = dry_run("grpo.py", tmp_path, "--multirun", *words)
@@ -950,6 +953,7 @@ def test_dry_run_of_a_sweep_shows_every_job(tmp_path: Path, tiny_model_dir: Path
     assert "job 0\n" in result.stdout and "job 1\n" in result.stdout and "reference  prepare" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_that_cannot_run_is_refused_by_its_dry_run_too(tmp_path: Path, tiny_model_dir: Path) -> None:
     words = [
         f"model.name={tiny_model_dir}",

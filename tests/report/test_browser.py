@@ -24,6 +24,8 @@ from torchrl_grpo.report.page_file import render
 from torchrl_grpo.report.reader import RunReader
 from torchrl_grpo.report.write import write
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 

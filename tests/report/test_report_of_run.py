@@ -23,6 +23,8 @@ from torchrl_grpo.training.session import Session
 
 __all__ = ["config", "train"]
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_writes_its_report_and_goes_on_where_it_cannot(
     train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

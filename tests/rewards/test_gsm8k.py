@@ -54,6 +54,7 @@ def test_thoughts_are_no_answer() -> None:
     assert grade_answer("<think><answer>1</answer></think><answer>72</answer>", "72")["strict"] == 1.0
 
 
+@pytest.mark.slow
 def test_undone_work_on_the_questions_earns_nothing(shared_data: Path | None) -> None:
     """Quotients, sums, products and differences of two numbers of the question; the right number earns."""
     tried, paid = 0, []

@@ -284,6 +284,7 @@ def test_loose_forgives_a_line_at_either_end_and_emphasis(
     assert follow_list(response, clean_truth([name], [kwargs], "the case")) == ([False], [loose])
 
 
+@pytest.mark.slow
 def test_loose_follows_from_strict_on_random_text() -> None:
     rng = random.Random(0)
     pieces = [response for groups in CASES.values() for _, good, bad in groups for response in good + bad]

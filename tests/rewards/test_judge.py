@@ -251,6 +251,7 @@ def test_groups_are_judged_at_the_same_time_up_to_the_limit() -> None:
         assert rewards.parallel_calls == 4, "of an asynchronous run too"
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_never_answers_costs_all_attempts_once() -> None:
     with FakeJudge(lambda request, number: Reply(hangs=True)) as judge:
         scores = score(judge, ["a", "ab", "abc", "abcd"], timeout_s=0.2, concurrency=1)
@@ -317,6 +318,7 @@ def test_a_ranking_is_the_share_of_the_others_that_a_response_beats(texts: list[
     assert all(len(responses(request)) == different > 1 for request in judge.requests)
 
 
+@pytest.mark.slow
 def test_the_place_in_the_question_does_not_depend_on_the_place_in_the_group() -> None:
     texts = ["a", "abc", "ab", "abcd"]
     with FakeJudge(rank_length) as judge:

@@ -109,6 +109,7 @@ def test_an_error_writes_no_lines_of_its_own_to_the_log(pool: WorkerPool) -> Non
     assert "Training stopped" in str(raised.value) and str(raised.value).isprintable()
 
 
+@pytest.mark.slow
 def test_an_answer_that_never_ends_does_not_cost_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     # The worker itself ends such an answer, however late a loaded machine lets it.
     monkeypatch.setattr("torchrl_grpo.rewards.sandbox.pool._GRACE_S", 60.0)
@@ -130,6 +131,7 @@ def test_an_answer_that_never_ends_does_not_cost_the_worker(monkeypatch: pytest.
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_stopped_returns_and_is_replaced() -> None:
     pool = WorkerPool("jobs:run_code", size=1, timeout_s=0.5, isolation=Isolation.sandbox)
     try:
@@ -302,6 +304,7 @@ def test_code_in_an_answer_changes_no_task_of_reasoning_gym(tmp_path: Path) -> N
         pool.close()
 
 
+@pytest.mark.slow
 def test_code_in_an_answer_is_worth_nothing_in_the_sandbox(tmp_path: Path) -> None:
     """One task of each kind that evaluates the answer: as arithmetic, with sympy's parser, as a list."""
     pool = WorkerPool("torchrl_grpo.rewards.sandbox.gym_job:run", 1, 60.0, isolation=Isolation.sandbox)

@@ -395,6 +395,7 @@ def test_numbers_of_the_question_earn_nothing(shared_data: Path | None) -> None:
     assert tried > 10_000 and paid == []
 
 
+@pytest.mark.slow
 def test_the_right_number_earns_with_the_noun_of_the_question(shared_data: Path | None) -> None:
     right = []
     for question, truth in gsm8k(shared_data):

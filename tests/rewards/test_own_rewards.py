@@ -236,14 +236,18 @@ def test_parts_of_a_function_are_logged(scored: Callable[..., list[ResponseScore
 @pytest.mark.parametrize(
     ("function", "error"),
     [
-        ("hangs", "did not answer within 2 s"),
+        pytest.param("hangs", "did not answer within 2 s", marks=pytest.mark.slow),
         ("dies", "exited unexpectedly (exit code 3)"),
         ("raises", "KeyError: 'no such thing', line 46 of mine.py"),
         ("text", "TypeError: it returned the text 'good', not a number"),
         ("too_many", "ValueError: for 1 completions, it returned a list of length 2"),
         ("no_list", "TypeError: it returned float, not a list of 1 numbers"),
         ("not_finite", "ValueError: score is nan, not a finite number"),
-        ("starts_another", "reward.functions.own=mine.py:starts_another did not answer within 2 s"),
+        pytest.param(
+            "starts_another",
+            "reward.functions.own=mine.py:starts_another did not answer within 2 s",
+            marks=pytest.mark.slow,
+        ),
         ("some_numbers", "it returned None, not a number"),
     ],
 )
@@ -258,6 +262,7 @@ def test_what_goes_wrong_in_a_function_counts_as_an_error(
     assert (second.total, second.errors) == ((1.0, {}) if passes else (0.0, first.errors))
 
 
+@pytest.mark.slow
 def test_processes_that_a_function_started_end_with_it(
     scored: Callable[..., list[ResponseScore]], tmp_path: Path
 ) -> None:
@@ -341,6 +346,7 @@ def test_columns_that_a_function_needs_are_checked_against_the_data() -> None:
     build_reward_set(config("needs", {"solution": "1"}), {"": EXAMPLES[0]}).close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scored")
 def test_the_grader_has_a_state_of_its_own_and_refuses_what_is_not_finite() -> None:
     for function, completion, expected, errors in (
@@ -363,6 +369,7 @@ def test_the_grader_has_a_state_of_its_own_and_refuses_what_is_not_finite() -> N
             rewards.close()
 
 
+@pytest.mark.slow
 def test_weights_and_the_grader_name_functions_too(
     scored: Callable[..., list[ResponseScore]], tmp_path: Path
 ) -> None:
@@ -429,6 +436,7 @@ def test_the_heaviest_reward_grades(weights: dict[str, float], chosen: str | Non
     assert eval_reward_name(cfg) == grader_name(cfg) == grades
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scored")
 def test_a_threshold_says_what_is_right() -> None:
     cfg = config("length")
@@ -459,6 +467,7 @@ def test_a_failed_reward_is_never_right() -> None:
         grader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scored")
 def test_rewards_that_held_out_problems_lack_a_column_for_are_left_out_of_the_evaluation() -> None:
     cfg = config("length")

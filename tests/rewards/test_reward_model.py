@@ -170,6 +170,7 @@ def rewards(folder: Path) -> Iterator[RewardSet]:
         yield made  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_the_process_of_a_model_scores_groups(folder: Path, rewards: RewardSet) -> None:
     examples = [Example("a", PROMPTS[0])] * 3 + [Example("b", PROMPTS[1])] * 3
     texts = ["7", "<think>It is 7.</think>8", "x" * 500, "bye", "", "no"]
@@ -199,6 +200,7 @@ def test_a_score_that_is_no_number_is_an_error(rewards: RewardSet, monkeypatch: 
     assert "the score is nan" in scores[1].errors["rm"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"reward\.functions\.rm=hf:.*cannot be loaded.*correct it, or reward\.args"

@@ -99,6 +99,7 @@ def test_the_responses_of_a_run_are_scored_as_it_wrote_them(
     assert [score["total"] for score in lines(capsys.readouterr().out)] == [4.0]
 
 
+@pytest.mark.slow
 def test_reasoning_gym_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = {"question": "1 + 2 =", "answer": "3", "metadata": {}, "completion": "<answer>3</answer>"}
     path = write(tmp_path / "a.jsonl", [entry])
@@ -121,6 +122,7 @@ def test_ifeval_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [score["total"] for score in lines(capsys.readouterr().out)] == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_is_in_the_line_and_does_not_fail_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import pretended_links
 import pytest
 import torch
 from pretended_cuda import PretendedCuda
+from slow_cases import slow_except
 from torch import Tensor
 
 from torchrl_grpo.config import Config
@@ -280,6 +281,7 @@ def test_a_worker_that_is_killed_holds_up_nobody(pool: RayPool) -> None:
     assert all(holds(pool, index, weights) for index in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["nccl"], indirect=True)
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
 def test_a_worker_that_is_killed_is_replaced_and_all_get_the_weights(
@@ -335,6 +337,7 @@ def test_a_worker_that_is_killed_is_replaced_and_all_get_the_weights(
     assert all(holds(pool, index, weights) for index in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["cuda_ipc", "nccl"], indirect=True)
 def test_publications_wait_for_no_worker_that_starts_again_and_it_gets_the_newest_weights(
     pool: RayPool, monkeypatch: pytest.MonkeyPatch
@@ -418,7 +421,7 @@ FAULTS = ["cuda_ipc: peers", "cuda_ipc: opens", "cuda_ipc: content", "nccl: join
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_except(FAULTS[:3], FAULTS))
 def test_a_trial_that_fails_loses_nothing(
     fault: str, automatic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -486,6 +489,7 @@ def _trial_of(pool: RayPool, weights: dict[str, Tensor]) -> ConfigError:
     return raised.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["cuda_ipc", "nccl"], indirect=True)
 def test_an_error_of_the_engine_reaches_the_caller(pool: RayPool) -> None:
     for index in range(2):

@@ -117,6 +117,7 @@ def test_when_it_has_processes(
     assert plan(build_request(config, asynchronous=False), 0).reference_actors == 0
 
 
+@pytest.mark.slow
 @pytest.mark.float32
 def test_groups_come_with_what_the_trainer_would_have_found(
     config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +144,7 @@ def test_groups_come_with_what_the_trainer_would_have_found(
     assert divergences[0] < 1e-6 < divergences[-1]
 
 
+@pytest.mark.slow
 def test_a_run_whose_trainer_scored_goes_on_with_processes_and_back(
     config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_run_whose_trainer_scored_goes_on_with_processes_and_back(
     assert all(line["kl/reference"] > 1e-6 for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_lost_stops_the_run_with_a_checkpoint(
     config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,6 +237,7 @@ plans = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(plans)
 def test_nothing_older_than_the_bound_is_trained_on_and_the_books_add_up(plan: Plan) -> None:

@@ -19,6 +19,8 @@ from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
+pytestmark = pytest.mark.slow
+
 # Entries of the state without clocks and sizes of memory.
 EXACT = ("optimise", "collector", "buffer", "publisher", "random")
 

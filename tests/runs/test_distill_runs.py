@@ -24,7 +24,7 @@ from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.job import run_async
 
-pytestmark = pytest.mark.float32
+pytestmark = [pytest.mark.slow, pytest.mark.float32]
 
 
 @pytest.fixture(scope="session")

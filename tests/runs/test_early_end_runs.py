@@ -56,6 +56,7 @@ def summary_of(run_dir: Path, names: Sequence[str] = ("steps", "best_step", "end
     return [summary[name] for name in names]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest(
     train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(
     assert "best held-out      0.500   at step 4, kept in checkpoints/4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_killed_run_that_is_resumed_keeps_and_ends_like_the_uninterrupted_one(
     train: Runner, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def patient(train: Runner) -> list[dict[str, Any]]:
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_once_after_lost_workers_or_a_deleted_folder(
     train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +162,7 @@ def test_an_evaluation_counts_once_after_lost_workers_or_a_deleted_folder(
     assert "best held-out      0.500   at step 4, whose checkpoint is not there" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_good_enough_before_training_ends_with_its_model(
     train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +192,7 @@ def test_a_value_that_is_no_number_is_never_the_best(value: float) -> None:
     assert best == [(None, 0, 1), (-3.0, 1, 0), (-3.0, 1, 1), (-2.0, 3, 0)]
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_value_that_is_good_enough_and_goes_on_for_a_better_one(
     train: Runner, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

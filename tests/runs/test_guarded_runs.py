@@ -13,6 +13,8 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.training import loop
 from torchrl_grpo.training.session import Session
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 BROKEN = {
     "raises": ("def mine(completion, example):\n    return foo(completion)\n", "name 'foo' is not defined"),

@@ -18,6 +18,8 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.job import evaluate
 
+pytestmark = pytest.mark.slow
+
 RUBRIC = {"model": "m", "rubric": "It is long.", "retries": 1, "backoff_s": 0.001, "timeout_s": 2.0}
 
 

@@ -97,6 +97,7 @@ def test_overrides_follow_stages_too(
     assert "c: there is no such stage; write one of a, b" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stages_that_no_longer_fit_are_skipped_by_name(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,12 +213,14 @@ def test_what_a_machine_lacks_is_skipped(context: Context) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_scores_of_this_machine(context: Context) -> None:
     figures = kernels.scores(context.model)
     assert float(figures["to_cpu_nats"]) <= 1e-5 and float(figures["shared_to_plain_nats"]) <= 1e-4
     assert 0 < float(figures["bfloat16_nats"]) < 0.5 and float(figures["shared_speedup"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freed", [1.0, 0.0])
 def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocated() -> float:
@@ -260,6 +263,7 @@ def test_a_gpu_is_measured_where_nothing_can_be_kept(tmp_path: Path, monkeypatch
         kernels.keep_speeds(tflops=1.0)
 
 
+@pytest.mark.slow
 def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def waiting(self: Any, *args: Any) -> Any:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
@@ -275,6 +279,7 @@ def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.
             step.step(context.model)
 
 
+@pytest.mark.slow
 def test_attention_without_masks_on_a_pretended_gpu(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

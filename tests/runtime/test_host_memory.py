@@ -68,6 +68,7 @@ def measured() -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again(measured: list[Any]) -> None:
     kept, returned, _ = measured
     # A few rounds may still meet new pages (a small block in the way, pages the kernel took back itself).
@@ -92,6 +93,7 @@ def _nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_nothing_frozen")
 def test_garbage_collection_leaves_alone_what_a_job_has_built() -> None:
     built, before = [object()], gc.get_threshold()

@@ -31,6 +31,7 @@ def test_servers_must_generate(
     assert "/inference/v1/generate" in server.requests
 
 
+@pytest.mark.slow
 def test_a_server_that_listens_and_does_not_generate_is_not_ready(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,6 +41,7 @@ def test_a_server_that_listens_and_does_not_generate_is_not_ready(
     assert "is not ready after 1 s" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_key_and_nobody_there(server: FakeServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="refuses the key"):
         gate.wait_for_servers([server.address], "wrong", 20)
@@ -47,6 +49,7 @@ def test_another_key_and_nobody_there(server: FakeServer, tmp_path: Path) -> Non
         gate.wait_for_servers([f"unix:{tmp_path}/nobody"], "secret", 0.5)
 
 
+@pytest.mark.slow
 def test_a_port_that_opens_later_is_waited_for() -> None:
     with socket.socket() as later:
         later.bind(("127.0.0.1", 0))

@@ -176,6 +176,7 @@ def test_a_job_whose_limit_leaves_no_time_to_train_ends(limit: str, tmp_path: Pa
     assert any(line.startswith("trainer") for line in fake.notes)
 
 
+@pytest.mark.slow
 def test_a_job_that_saves_nothing_does_not_go_on_for_ever(tmp_path: Path) -> None:
     fake = FakeSlurm(tmp_path, lasts=True)
     checkpoints = tmp_path / "outputs/slurm/7/run/checkpoints"

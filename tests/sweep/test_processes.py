@@ -22,6 +22,7 @@ def run(process: TrialProcess, code: str, folder: Path) -> int | None:
     return process.run([sys.executable, "-c", code], dict(os.environ), str(folder))
 
 
+@pytest.mark.slow
 def test_output_of_all_starts_is_in_the_log(tmp_path: Path) -> None:
     for code in (0, 3):
         assert run(TrialProcess(str(tmp_path), "7", None), f"print({code}); exit({code})", tmp_path) == code
@@ -62,6 +63,7 @@ def test_a_signal_reaches_the_process_and_one_that_has_not_begun_does_not_begin(
     assert run(late, "print('begun')", tmp_path) is None and (tmp_path / "2.log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_process_begins_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process, begin = TrialProcess(str(tmp_path), "1", None), subprocess.Popen
     stops: list[threading.Thread] = []

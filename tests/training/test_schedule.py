@@ -160,6 +160,7 @@ def test_a_default_length_that_passes_over_few_problems_for_days_is_told(repo_ro
         assert warnings_of(words, problems) == []
 
 
+@pytest.mark.slow
 def test_a_rate_is_reached_if_nothing_is_told() -> None:
     for warmup, steps, kind in itertools.product(range(6), range(1, 6), LRSchedule):
         cfg = read(

@@ -46,6 +46,7 @@ def copies(layers: int) -> int:
     return sum(event.name == "aten::copy_" for event in profiler.events())
 
 
+@pytest.mark.slow
 def test_a_layer_copies_no_more_than_before() -> None:
     assert copies(3) - copies(2) <= COPIES_PER_LAYER
 
