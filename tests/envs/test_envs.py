@@ -345,6 +345,7 @@ def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pad_output", "with_tokens"), [(True, True), (False, False)])
 @pytest.mark.parametrize("max_steps", [1, 3])
 def test_stock_policy_rolls_out(

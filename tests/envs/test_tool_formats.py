@@ -128,6 +128,7 @@ READ_LONG: list[CallReader] = []
 
 
 # Whatever a model that has gone astray writes, the reader takes time in proportion.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].refused is None])
 def test_a_long_message_of_one_character_or_of_openings_is_read_at_once(name: str) -> None:
     reader = use_of(name).reader

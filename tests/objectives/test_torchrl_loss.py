@@ -292,6 +292,7 @@ def wrapper(*arguments: Any, **options: Any) -> Any:
     return TransformersWrapper(*arguments, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("pad_output", [True, False])
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "ratio": "sequence"}])
@@ -313,6 +314,7 @@ def test_the_wrapper_of_torchrl_is_an_actor(
     assert float(first.detach()) == pytest.approx(float(expected["loss_objective"].detach()), **EQUAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"input_mode": "text"}, {"input_mode": "history"}])
 def test_a_wrapper_that_would_tokenize_again_is_refused(
     model: PreTrainedModel, tokenizer: Any, options: Any
@@ -322,6 +324,7 @@ def test_a_wrapper_that_would_tokenize_again_is_refused(
         GroupPolicyLoss(actor)
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_generates_is_refused(model: PreTrainedModel, tokenizer: Any) -> None:
     actor = wrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=True)
     with pytest.raises(ValueError, match="generate=False"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sympy
 from process_ends import child_of, error_in_time
+from slow_cases import slow_except
 
 from torchrl_grpo.config.schema import RewardConfig
 from torchrl_grpo.data import reasoning_gym as tasks
@@ -195,7 +196,7 @@ def test_values_are_evaluated() -> None:
 @pytest.mark.parametrize(
     ("truth", "answer"),
     [
-        (r"\frac{x^2-1}{x-1}", "x+1"),
+        pytest.param(r"\frac{x^2-1}{x-1}", "x+1", marks=pytest.mark.slow),
         (r"\frac{a^3-b^3}{a-b}", "a^2+ab+b^2"),
         (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"),
         (r"\frac{\sin 2x}{2}", r"\sin x\cos x"),
@@ -332,7 +333,7 @@ def test_code_in_an_answer_is_worth_nothing_in_the_sandbox(tmp_path: Path) -> No
         pool.close()
 
 
-@pytest.mark.parametrize("truth", ["7919", r"\frac{x^2-1}{x-1}"])
+@pytest.mark.parametrize("truth", slow_except(["7919"], ["7919", r"\frac{x^2-1}{x-1}"]))
 def test_math_verify_runs_no_code(tmp_path: Path, math_verify: MathVerifyReward, truth: str) -> None:
     file = tmp_path / "of-an-answer"
     example = Example("x", [{"role": "user", "content": "q"}], {"answer": truth})

@@ -192,6 +192,7 @@ def test_the_process_of_a_model_scores_groups(folder: Path, rewards: RewardSet) 
     assert "the model reads 64" in scores[2].errors["rm"]
 
 
+@pytest.mark.slow
 def test_a_score_that_is_no_number_is_an_error(rewards: RewardSet, monkeypatch: pytest.MonkeyPatch) -> None:
     reward: Any = rewards.get("rm")
     monkeypatch.setattr(reward._pool, "call", lambda payload: [1.0, math.nan, 3.0])

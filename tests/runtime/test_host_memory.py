@@ -75,6 +75,7 @@ def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again(measured: li
     assert kept * 4 < returned
 
 
+@pytest.mark.slow
 def test_what_a_job_leaves_is_given_back_from_between_what_stays(measured: list[Any]) -> None:
     full, freed, left = measured[2]
     # 0.95 GiB were in tensors, of which 0.06 are still there.
