@@ -949,6 +949,7 @@ def test_wandb_is_told_entity_group_and_tags(tmp_path: Path, monkeypatch: pytest
         loggers.close()
 
 
+@pytest.mark.slow
 def test_wandb_records_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
