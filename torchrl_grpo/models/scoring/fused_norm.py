@@ -9,7 +9,7 @@ computes norms as transformers does. Results agree up to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,15 +35,16 @@ def fuse_norms(model: nn.Module) -> int:
     """
     fused = 0
     for module in model.modules():
-        weight, eps = module.__dict__.get("_parameters", {}).get("weight"), _epsilon(module)
+        weight = module.__dict__.get("_parameters", {}).get("weight")
         is_norm = type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1
-        if not is_norm or eps is None or not (weight.is_cuda or weight.dtype == torch.float32):
+        if not is_norm or _epsilon(module) is None or not (weight.is_cuda or weight.dtype == torch.float32):
             continue
         states = torch.randn(_TRIED, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
         norm = _kernel if weight.is_cuda else _in_blocks
-        difference = module(states).float() - norm(module, eps, states).float()
+        difference = module(states).float() - norm(module, states).float()
         if float(difference.abs().max()) <= _TOLERANCE * (1 + float(weight.abs().max())):
-            module.forward = partial(_norm, module, eps)
+            kind: Any = type(module)
+            module.__class__ = _with_fewer_passes(kind)
             fused += 1
     return fused
 
@@ -53,25 +54,34 @@ def _epsilon(module: nn.Module) -> float | None:
     return float(values[0]) if values and isinstance(values[0], float) else None
 
 
-def _norm(module: nn.Module, eps: float, states: Tensor) -> Tensor:
-    if states.is_cuda:
-        return _kernel(module, eps, states)
-    # A compiler fuses the operations itself.
-    plain = states.dtype != torch.float32 or torch.compiler.is_compiling()
-    if plain or not torch.is_autocast_enabled("cpu"):
-        own: Tensor = type(module).forward(module, states)
-        return own
-    return _in_blocks(module, eps, states)
+@cache
+def _with_fewer_passes(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of norms ``kind`` with another forward pass.
+
+    A function in each norm would be another one in each layer, and a compiler would compile every layer anew.
+    """
+
+    def forward(module: nn.Module, states: Tensor) -> Tensor:
+        if states.is_cuda:
+            return _kernel(module, states)
+        # A compiler fuses the operations itself.
+        plain = states.dtype != torch.float32 or torch.compiler.is_compiling()
+        if plain or not torch.is_autocast_enabled("cpu"):
+            own: Tensor = kind.forward(module, states)
+            return own
+        return _in_blocks(module, states)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def _kernel(module: nn.Module, eps: float, states: Tensor) -> Tensor:
+def _kernel(module: nn.Module, states: Tensor) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return F.rms_norm(states, weight.shape, weight, eps)
+    return F.rms_norm(states, weight.shape, weight, _epsilon(module))
 
 
-def _in_blocks(module: nn.Module, eps: float, states: Tensor) -> Tensor:
-    result: Tensor = _BlockedNorm.apply(states, module.weight, eps)  # type: ignore[no-untyped-call]
+def _in_blocks(module: nn.Module, states: Tensor) -> Tensor:
+    result: Tensor = _BlockedNorm.apply(states, module.weight, _epsilon(module))  # type: ignore[no-untyped-call]
     return result
 
 

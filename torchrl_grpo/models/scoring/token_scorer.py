@@ -219,7 +219,8 @@ class TokenScorer(nn.Module):
     ) -> Tensor:
         """Compute log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
 
-        The temperature is 1, because the result is used to compare two models.
+        The temperature is 1, because the result is used to compare two models. Compiled layers run as they
+        are written: for a few prompts without gradients, each would be compiled once more.
 
         Args:
             prompt: ``[P, L]`` int64, padded on the left.
@@ -232,7 +233,7 @@ class TokenScorer(nn.Module):
         if files is not None:
             assert self.pictures is not None, "a scorer of text was given pictures"
             inputs = PictureInputs(body, self.pictures, files).model_inputs(prompt, prompt_mask)
-        with autocast(self.autocast_dtype, device):
+        with torch.compiler.set_stance("force_eager"), autocast(self.autocast_dtype, device):
             output = body(input_ids=prompt, attention_mask=prompt_mask.long(), use_cache=False, **inputs)
         logits = _logits(self.model, output.last_hidden_state[:, -1], self._head_options())
         return F.log_softmax(logits, dim=-1)
