@@ -61,7 +61,8 @@ def _watch_code() -> None:
 def score_watched(payload: Any) -> float | str:
     """Scores an answer of ``reasoning_gym`` in this process, which refuses code and stays for the next one.
 
-    A task that is new gets ready first, as the worker of a task does at its start.
+    A task that is new gets ready first, as the worker of a task does at its start, but from one answer: what
+    a scorer imports, it imports for the first one.
     """
     from torchrl_grpo.rewards.sandbox import gym_job  # which imports all tasks
 
@@ -70,6 +71,7 @@ def score_watched(payload: Any) -> float | str:
     task = payload["truth"]["task"]
     if task not in _ready_tasks:
         _ready_tasks.add(task)
+        gym_job._LEARNING_ANSWERS = 1
         gym_job.prepare({"task": task, "args": payload["truth"]["args"]})
     _is_judging = True
     try:
