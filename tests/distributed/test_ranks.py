@@ -315,6 +315,31 @@ def test_a_rank_that_another_job_has_left_behind_says_what_it_waits_for(
     )
 
 
+_TERMINATED = """
+import os, signal, sys
+from datetime import timedelta
+
+sys.path.insert(0, {root!r})
+from torchrl_grpo.distributed import loopback
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.runtime.interrupts import raise_terminations
+
+# The first sign of a rank that waits is a line on the screen.
+loopback._SILENT_S, loopback._LIMIT = 0.2, timedelta(seconds=20)
+loopback.screen.say = lambda line: os.kill(os.getpid(), signal.SIGTERM)
+with raise_terminations():
+    Ranks(on_cpu=True)
+"""
+
+
+def test_a_rank_that_waits_for_the_others_can_be_terminated(repo_root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "terminated.py"
+    script.write_text(_TERMINATED.format(root=str(repo_root)))
+    port = str(rank_env.free_port())
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    assert run_script([script], variables=alone, timeout=120).codes == [-signal.SIGTERM]
+
+
 _LEAVING = """
 import os, signal, time
 from pathlib import Path

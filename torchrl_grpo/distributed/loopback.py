@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from torchrl_grpo.errors import RanksApart, first_line
 from torchrl_grpo.runtime import rank_env, screen
+from torchrl_grpo.runtime.interrupts import terminations_end_at_once
 
 _SCHEME = "grpo-loopback"
 # Interface at which gloo listens. By default it takes the address that the machine's name has.
@@ -53,7 +54,9 @@ def meeting_point() -> Iterator[dict[str, Any]]:
         _register()
         os.environ.setdefault(_GLOO_VARIABLE, "lo")
     try:
-        yield {"init_method": f"{_SCHEME}://"} if alone else {}
+        # The call that waits never returns to Python, and a launcher would kill this rank after 30 s.
+        with terminations_end_at_once():
+            yield {"init_method": f"{_SCHEME}://"} if alone else {}
     except (OSError, DistError) as error:
         raise RanksApart(
             f"{apart}: the other ranks were not found at {host}:{port} ({first_line(error)}); {rank_env.FIX}"

@@ -124,6 +124,19 @@ def keep_termination_handler() -> Iterator[None]:
 
 
 @contextmanager
+def terminations_end_at_once() -> Iterator[None]:
+    """Let SIGTERM end the process where it would only raise :class:`Terminated` once a long call is over."""
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is _raise_terminated
+    )
+    with keep_termination_handler():
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        yield
+
+
+@contextmanager
 def remember_interrupts() -> Iterator[Callable[[], None]]:
     """Raise interrupts as usual, and remember that one came.
 
