@@ -14,8 +14,10 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
-from torchrl_grpo import data, rewards
 from torchrl_grpo.cli.checked_job import compose_job
+from torchrl_grpo.data.load import load
+from torchrl_grpo.rewards import registry
+from torchrl_grpo.rewards.registry import grader_of_run
 from torchrl_grpo.training.build import Job, build_session
 
 
@@ -38,10 +40,10 @@ def to_samples(groups):
 
 
 cfg = compose_job([f"model.name={sys.argv[1]}", *sys.argv[3:]], "grpo_quickstart", None)
-problems, folder = data.load(cfg), Path(tempfile.mkdtemp())
+problems, folder = load(cfg), Path(tempfile.mkdtemp())
 with (
-    closing(rewards.of_run(cfg, problems, folder)) as reward_set,
-    closing(rewards.grader_of_run(cfg, problems, reward_set, folder)) as grader,
+    closing(registry.of_run(cfg, problems, folder)) as reward_set,
+    closing(grader_of_run(cfg, problems, reward_set, folder)) as grader,
     closing(build_session(Job(cfg, folder, problems, reward_set, grader))) as session,
 ):
     session.begin()

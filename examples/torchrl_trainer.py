@@ -17,13 +17,13 @@ from torchrl.modules.llm import TransformersWrapper  # noqa: E402
 from torchrl.trainers.algorithms.grpo import GRPOTrainer  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from torchrl_grpo import data  # noqa: E402
 from torchrl_grpo.cli.checked_job import compose_job  # noqa: E402
+from torchrl_grpo.data.load import load  # noqa: E402
 from torchrl_grpo.envs.group_text import GroupTextEnv  # noqa: E402
 from torchrl_grpo.envs.stream import PromptStream  # noqa: E402
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer  # noqa: E402
 from torchrl_grpo.objectives.build import build_objective  # noqa: E402
-from torchrl_grpo.rewards import build_reward_set  # noqa: E402
+from torchrl_grpo.rewards.registry import build_reward_set  # noqa: E402
 
 
 def to_groups(batch):
@@ -49,7 +49,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 cfg = compose_job(sys.argv[3:], "grpo_quickstart", None)
 P, G, T = cfg.env.num_envs, cfg.env.repeats, cfg.inference_model.max_new_tokens
-problems = data.load(cfg).train
+problems = load(cfg).train
 with closing(build_reward_set(cfg, {"": problems[0]})) as rewards:
     sizes = {"num_envs": P, "repeats": G, "max_prompt_tokens": 100, "max_new_tokens": T}
     env = GroupTextEnv(PromptStream(problems, seed=0), tokenizer, rewards, input_mode="tokens", **sizes)

@@ -16,12 +16,12 @@ from tensordict import TensorDictBase
 
 from benchmarks.protocol import serve
 from benchmarks.workload import Workload, reward, settle, use_all_cores
-from torchrl_grpo import data, rewards
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import build_batch, token_counts
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.load import load
 from torchrl_grpo.inference.protocol import Completion, SteppingEngine
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import resolve_autocast
@@ -29,6 +29,8 @@ from torchrl_grpo.models.prepare import compile_layers, prepare_for_training
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.varlen_choice import choose_attention
 from torchrl_grpo.objectives.build import build_objective
+from torchrl_grpo.rewards.registry import build_grader
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.training.build import Job, build_session
@@ -81,9 +83,9 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     folder = Path(tempfile.mkdtemp())
     cfg.env.data_path = str(folder / "questions.jsonl")
     workload.write_questions(Path(cfg.env.data_path))
-    reward_set = rewards.RewardSet([(Drawn(), 1.0)])
-    grader = rewards.build_grader(cfg, reward_set)
-    session = build_session(Job(cfg, folder / "run", data.load(cfg), reward_set, grader))
+    reward_set = RewardSet([(Drawn(), 1.0)])
+    grader = build_grader(cfg, reward_set)
+    session = build_session(Job(cfg, folder / "run", load(cfg), reward_set, grader))
     engine = session.parts.workers.local_engine
     assert isinstance(engine, SteppingEngine)
     submit = engine.submit

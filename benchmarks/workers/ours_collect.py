@@ -23,7 +23,7 @@ from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import build_request
-from torchrl_grpo.rewards import RewardSet
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import EngineSource, collector_with_local_worker
 

@@ -20,12 +20,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from benchmarks.protocol import serve
 from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload
-from torchrl_grpo import data, rewards
 from torchrl_grpo.config.derived import num_devices
+from torchrl_grpo.data.load import load
 from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import build_request
+from torchrl_grpo.rewards.registry import build_grader
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout import build as collections
 from torchrl_grpo.rollout.collector import Collector
 from torchrl_grpo.rollout.workers.ray_pool import RayPool
@@ -110,14 +112,14 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     # The same on both sides, so that training takes the same time.
     cfg.inference_model.num_threads = 1
     torch.set_num_threads(1)
-    reward_set = rewards.RewardSet([(Drawn(), 1.0)])
-    grader = rewards.build_grader(cfg, reward_set)
+    reward_set = RewardSet([(Drawn(), 1.0)])
+    grader = build_grader(cfg, reward_set)
     token_s = generate_s / workload.response_tokens
     collect = functools.partial(_in_workers, token_s) if workers else functools.partial(_here, token_s)
     # Both sides on the CPU: what takes its time is a clock.
     plan = placement.plan(build_request(cfg, asynchronous=workers > 0), num_gpus=0)
     session = build_session(
-        Job(cfg, folder / "run", data.load(cfg), reward_set, grader), make_collector=collect, plan=plan
+        Job(cfg, folder / "run", load(cfg), reward_set, grader), make_collector=collect, plan=plan
     )
     session.begin()
 

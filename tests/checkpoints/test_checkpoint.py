@@ -28,7 +28,7 @@ from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype, OverlongPrompts
-from torchrl_grpo.data import Example
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length
 from torchrl_grpo.errors import CheckpointError, DataError, RunFolderLost
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state

@@ -23,7 +23,7 @@ from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, 
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import LOGGERS
-from torchrl_grpo.data import load
+from torchrl_grpo.data.load import load
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.reward_set import close_all
 

@@ -17,12 +17,14 @@ import torch
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.config.values import ConstantGroups
-from torchrl_grpo.data import Example, load, problems, prompts
+from torchrl_grpo.data import problems, prompts
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.identity import conversation, question_key
 from torchrl_grpo.data.latex import last_boxed
+from torchrl_grpo.data.load import load
 from torchrl_grpo.data.rows import codec, sources
 from torchrl_grpo.errors import ConfigError, DataError, UserError
-from torchrl_grpo.rewards import build_reward_set
+from torchrl_grpo.rewards.registry import build_reward_set
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -735,9 +737,9 @@ def test_the_codec_refuses_what_json_cannot_hold() -> None:
 def test_local_files_load_without_torch_or_a_hub_client(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", gsm8k_rows(9))
     code = (
-        "import sys; from torchrl_grpo.config import Config; from torchrl_grpo import data\n"
+        "import sys; from torchrl_grpo.config import Config; from torchrl_grpo.data.load import load\n"
         f"cfg = Config(); cfg.env.data_path = {str(path)!r}; cfg.eval.num_problems = 2\n"
-        "print(len(data.load(cfg).train), [m for m in ('torch', 'datasets', 'sympy') if m in sys.modules])"
+        "print(len(load(cfg).train), [m for m in ('torch', 'datasets', 'sympy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "7 []"

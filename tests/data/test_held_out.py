@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from slow_cases import slow_except
 
-from torchrl_grpo import data
 from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.identity import keys
+from torchrl_grpo.data.load import load as load_problems
 from torchrl_grpo.data.mixture import Mixture
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.envs.episodes.build import with_prompts
@@ -138,7 +138,7 @@ TASKS: dict[str, tuple[dict[str, Any], Oracle]] = {
 def load(task: str, args: dict[str, Any], count: int = 40, size: int = 400) -> Problems:
     cfg = Config(env=EnvConfig(dataset="reasoning_gym", task=task, task_args=args, task_size=size))
     cfg.eval.num_problems = count
-    return data.load(cfg)
+    return load_problems(cfg)
 
 
 @pytest.mark.parametrize("task", slow_except(["coin_flip", "gcd", "leg_counting", "products"], TASKS))
@@ -239,7 +239,7 @@ def test_no_part_trains_in_other_words_on_what_another_part_holds_out(tmp_path: 
     ]
     cfg = Config()
     cfg.env.mixture, cfg.eval.num_problems = parts, 12
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
     assert isinstance(problems, Mixture)
 
     def same(example: Example) -> Hashable:
@@ -263,7 +263,7 @@ def test_rewordings_of_a_file_are_held_out_together(tmp_path: Path) -> None:
     cfg = Config(env=EnvConfig(dataset="jsonl", fields={"identity": "original"}))
     cfg.env.data_path = write(tmp_path / "a.jsonl", questions, original=originals)
     cfg.eval.num_problems = 11
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
     held_out = {row.columns["original"] for row in problems.held_out}
     assert len(problems.held_out) == 11 and len(held_out) == 4
     assert {row.columns["original"] for row in problems.train} == set(originals) - held_out
@@ -280,17 +280,17 @@ def test_a_problem_with_most_of_the_rows_is_trained_on(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [question for question, _ in rows], topic=[topic for _, topic in rows]
     )
     cfg.eval.num_problems = 50
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
     assert len(problems.held_out) == 50 and len(problems.train) == 950 and not problems.notes
     cfg.eval.num_problems = 300
-    assert len(data.load(cfg).train) == 900
+    assert len(load_problems(cfg).train) == 900
 
 
 def test_a_run_warns_if_most_training_problems_are_held_out(tmp_path: Path) -> None:
     cfg = Config(env=EnvConfig(dataset="jsonl"))
     cfg.env.data_path = write(tmp_path / "a.jsonl", [f"question {n}" for n in range(100)])
     cfg.env.eval_data_path = write(tmp_path / "b.jsonl", [f"question {n}" for n in range(60)])
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
     assert len(problems.train) == 40
     assert problems.notes[0].startswith("warning: ") and "eval.num_problems" in problems.notes[0]
 
@@ -334,7 +334,7 @@ def test_no_part_trains_on_a_copy_of_what_another_part_holds_out(how: str, tmp_p
         },
     ]
     cfg.eval.num_problems = 8
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
     held_out, train = (
         {int(row.columns["n"]) for row in part} for part in (problems.held_out, problems.train)
     )
@@ -354,7 +354,9 @@ def game(tmp_path: Path, rows: list[dict[str, Any]], count: int = 10, **env: Any
 
 def test_a_game_whose_question_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     # The same question has several answers, as a puzzle with several solutions has.
-    problems = data.load(game(tmp_path, [{"question": f"q{n // 3}", "answer": f"a{n}"} for n in range(60)]))
+    problems = load_problems(
+        game(tmp_path, [{"question": f"q{n // 3}", "answer": f"a{n}"} for n in range(60)])
+    )
     assert len(problems.held_out) == 10 and len({text(row) for row in problems.held_out}) == 4
     assert not {text(row) for row in problems.held_out} & {text(row) for row in problems.train}
     assert len(problems.train) == 48
@@ -367,7 +369,7 @@ def test_games_that_all_begin_alike_are_told_apart_by_their_rows(tmp_path: Path,
     if split:
         (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in played[:10]))
         cfg.env.eval_data_path = str(tmp_path / "test.jsonl")
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
     boards = [{row.columns["board"][0] for row in part} for part in (problems.train, problems.held_out)]
     assert [len(part) for part in boards] == [20, 10] and not boards[0] & boards[1]
 
@@ -388,7 +390,7 @@ def test_an_environment_and_a_task_of_the_same_puzzle_share_no_problem() -> None
     cfg = Config()
     cfg.env.mixture = [environment | {"name": "game"}, task]
     cfg.eval.num_problems = 40
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
 
     held_out = {puzzle("", row) for row in problems.held_out}
     assert len(held_out) > 40 and not held_out & {
@@ -409,7 +411,7 @@ def test_prompts_that_an_environment_writes_are_held_out_too(tmp_path: Path, ali
     cfg = game(tmp_path, [{"question": f"q{n}", "n": n} for n in range(40)], count=4)
     cfg.env.environment = f"{tmp_path / 'cards.py'}:Cards"
     tokenizer: Any = None
-    problems = with_prompts(cfg, data.load(cfg), tokenizer)
+    problems = with_prompts(cfg, load_problems(cfg), tokenizer)
     assert len(problems.held_out) == 4
     if alike:
         # The prompt says nothing about the problem.
@@ -529,7 +531,7 @@ def test_no_shipped_configuration_trains_on_what_it_holds_out(name: str, tmp_pat
         cfg = parse(tree.compose(overrides).node)
     if name == "reasoning_gym":
         cfg.env.task_args = {"max_terms": 2, "max_digits": 1}
-    problems = data.load(cfg)
+    problems = load_problems(cfg)
     same, train = SHIPPED[name], [problems.train[i] for i in range(len(problems.train))]
     assert len(problems.held_out) >= 40 and len(train) >= 20
     assert not {text(row) for row in problems.held_out} & {text(row) for row in train}

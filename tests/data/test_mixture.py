@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from grading import grades
 
-from torchrl_grpo import data
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.identity import question_key
+from torchrl_grpo.data.load import load
 from torchrl_grpo.data.mixture import Mixture
 from torchrl_grpo.envs.stream import MIXTURE_BLOCK, MixtureStream, shares
 from torchrl_grpo.errors import ConfigError, DataError
-from torchrl_grpo.rewards import build_grader, build_reward_set
+from torchrl_grpo.rewards.registry import build_grader, build_reward_set
 
 
 def examples(name: str, count: int) -> list[Example]:
@@ -104,7 +104,7 @@ def config(tmp_path: Path, *parts: dict[str, Any]) -> Config:
 def test_each_part_has_its_prompts_and_its_held_out_problems(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     validate(cfg)
-    mixture = data.load(cfg)
+    mixture = load(cfg)
     assert isinstance(mixture, Mixture)
     assert Counter(example.part for example in mixture.train) == {"easy": 15, "hard": 15}
     assert Counter(example.part for example in mixture.held_out) == {"easy": 5, "hard": 5}
@@ -129,7 +129,7 @@ def test_own_data_in_a_mixture_keeps_its_prompt_unless_tags_are_asked_for(
     sums = {"dataset": "reasoning_gym", "task": "chain_sum"}
     parts = [own | {"name": "plain"}, own | {"name": "tags", "answer_format": "tags"}, sums]
     cfg = config(tmp_path, *parts)
-    contents = [problems.train[0].messages[0]["content"] for problems in data.load(cfg).problems]  # type: ignore[attr-defined]
+    contents = [problems.train[0].messages[0]["content"] for problems in load(cfg).problems]  # type: ignore[attr-defined]
     plain, *others = ("<answer>" not in content for content in contents)
     assert plain and not any(others)
     assert contents[0].startswith("easy ") and contents[0].endswith("?")
@@ -147,7 +147,7 @@ def test_no_part_trains_on_what_another_part_holds_out(tmp_path: Path) -> None:
         "task_args": {"max_terms": 2, "max_digits": 1},
     }
     cfg.env.mixture += [generated | {"name": "one"}, generated | {"name": "two", "system_prompt": "Add."}]
-    mixture = data.load(cfg)
+    mixture = load(cfg)
     assert isinstance(mixture, Mixture)
     held_out = {question_key(example) for example in mixture.held_out}
     for part, problems in zip(mixture.parts, mixture.problems, strict=True):
@@ -171,12 +171,12 @@ def test_a_part_that_is_held_out_as_a_whole_is_refused(tmp_path: Path) -> None:
         {"name": "small", "dataset": "jsonl", "data_path": path["small"], "eval_data_path": path["other"]},
     ]
     with pytest.raises(DataError, match=r"env\.mixture: every question of small is held out"):
-        data.load(cfg)
+        load(cfg)
 
 
 def test_each_part_is_scored_and_graded_by_its_own_rewards(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    mixture = data.load(cfg)
+    mixture = load(cfg)
     rewards = build_reward_set(cfg, mixture.first_examples())
     grader = build_grader(cfg, rewards, mixture.first_examples())
     assert rewards.names == ("easy/exact_match", "hard/exact_match", "hard/format")
@@ -262,4 +262,4 @@ def test_two_parts_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_an_empty_part_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError):
-        data.load(config(tmp_path, {"dataset": "jsonl", "data_path": str(tmp_path / "empty.jsonl")}))
+        load(config(tmp_path, {"dataset": "jsonl", "data_path": str(tmp_path / "empty.jsonl")}))

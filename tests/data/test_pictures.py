@@ -17,8 +17,9 @@ from tiny_vlm import picture
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks.pictures import PICTURE_KINDS
 from torchrl_grpo.config.schema import EnvConfig, EvalConfig, ModelConfig
-from torchrl_grpo.data import load, picture_tasks, pictures, problems
+from torchrl_grpo.data import picture_tasks, pictures, problems
 from torchrl_grpo.data.identity import keys
+from torchrl_grpo.data.load import load
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.data.rows import sources
 from torchrl_grpo.errors import DataError

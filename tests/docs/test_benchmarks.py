@@ -23,7 +23,7 @@ from benchmarks.pairs import Comparison, Spread
 from benchmarks.waking import touch_memory
 from benchmarks.workers.ours import config
 from benchmarks.workload import Workload, reward
-from torchrl_grpo import data
+from torchrl_grpo.data.load import load
 
 
 def test_prompts_have_the_length_that_was_asked_for(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_this_project_is_given_the_same_prompts(tmp_path: Path) -> None:
     cfg = config(work)
     cfg.env.data_path = str(tmp_path / "questions.jsonl")
     work.write_questions(Path(cfg.env.data_path))
-    chats = [example.messages for example in data.load(cfg).train]
+    chats = [example.messages for example in load(cfg).train]
     assert chats == work.messages(AutoTokenizer.from_pretrained(work.model))
 
 

@@ -16,10 +16,11 @@ from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.config.values import AnswerFormat
-from torchrl_grpo.data import Problems, load
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.ifeval import load as ifeval
 from torchrl_grpo.data.jsonl import example
+from torchrl_grpo.data.load import load
+from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.data.rows.sources import Row
 from torchrl_grpo.envs.chat import lengths_above, render
 from torchrl_grpo.envs.episodes.build import with_prompts

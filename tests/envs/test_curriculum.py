@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from torchrl_grpo import data
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.load import load
 from torchrl_grpo.envs.curriculum import PassRateStream
 from torchrl_grpo.errors import ConfigError, DataError
 
@@ -136,7 +136,7 @@ def config(tmp_path: Path, **changes: Any) -> Config:
 def test_a_column_orders_the_problems(tmp_path: Path) -> None:
     cfg = config(tmp_path, order_by="level", shuffle=False)
     validate(cfg)
-    levels = [example.columns["level"] for example in data.load(cfg).train]
+    levels = [example.columns["level"] for example in load(cfg).train]
     assert levels == sorted(levels) and len(levels) == 8
 
 
@@ -159,4 +159,4 @@ def test_mistakes_are_told(tmp_path: Path, changes: dict[str, Any], error: str) 
     with pytest.raises((ConfigError, DataError), match=error):
         cfg = config(tmp_path, **changes)
         validate(cfg)
-        data.load(cfg)
+        load(cfg)

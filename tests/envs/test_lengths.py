@@ -12,7 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import OverlongPrompts
-from torchrl_grpo.data import Example, Problems, prompts
+from torchrl_grpo.data import prompts
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.envs import lengths
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.errors import DataError

@@ -25,9 +25,9 @@ from torchrl_grpo.envs.openings import Opening, opening
 from torchrl_grpo.envs.responses import is_truncated, judged_texts, note_on_reading, written_texts
 from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.inference.protocol import Completion, Request, Sampling
-from torchrl_grpo.rewards import RewardSet
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.groups import Group, Response
 from torchrl_grpo.rollout.round import score_groups
 from torchrl_grpo.training.evaluator import Evaluator

@@ -17,11 +17,11 @@ from fake_judge import FakeJudge, Reply, rank_length, responses, score_length
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.judges import judge_config
-from torchrl_grpo.data import Example
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards import RewardSet, build_reward_set, eval_reward_name
 from torchrl_grpo.rewards import cli as rewards_cli
-from torchrl_grpo.rewards.registry import build_grader
+from torchrl_grpo.rewards.registry import build_grader, build_reward_set, eval_reward_name
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.types import ResponseScore
 
 EXAMPLES = [

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.data import Example
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards import build_reward_set
+from torchrl_grpo.rewards.registry import build_reward_set
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -70,6 +70,10 @@ def test_code_reaches_nothing(pool: WorkerPool, code: str) -> None:
     assert run(pool, "value = 3") == 3.0
 
 
+def test_a_worker_imports_what_its_job_needs_and_no_configuration(pool: WorkerPool) -> None:
+    assert run(pool, "import sys; value = 'torchrl_grpo.config' in sys.modules") == 0.0
+
+
 def test_a_call_sees_nothing_of_an_earlier_one(pool: WorkerPool) -> None:
     change = "import jobs, math, builtins\njobs.run_code = lambda payload: 1.0\nmath.pi = 3\nbuiltins.x = 1"
     assert run(pool, change + "\nvalue = calls") == 1.0

@@ -17,17 +17,18 @@ from grading import grades
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
-from torchrl_grpo.data import Example, load
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.load import load
 from torchrl_grpo.errors import ConfigError, UserError
-from torchrl_grpo.rewards import (
+from torchrl_grpo.rewards import cli as rewards_cli
+from torchrl_grpo.rewards.registry import (
     build_grader,
     build_reward_set,
     check_weights,
     eval_reward_name,
     grader_name,
+    joined_rewards,
 )
-from torchrl_grpo.rewards import cli as rewards_cli
-from torchrl_grpo.rewards.registry import joined_rewards
 from torchrl_grpo.rewards.types import ResponseScore
 
 EXAMPLES = [

@@ -23,10 +23,11 @@ from transformers import (
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
-from torchrl_grpo.data import Example
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.reward_model import RewardModel
 from torchrl_grpo.errors import ConfigError, ModelError
-from torchrl_grpo.rewards import RewardSet, build_reward_set
+from torchrl_grpo.rewards.registry import build_reward_set
+from torchrl_grpo.rewards.reward_set import RewardSet
 
 PROMPTS = [
     [{"role": "user", "content": "What is 3 + 4?"}],

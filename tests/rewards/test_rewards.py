@@ -16,18 +16,25 @@ import pytest
 from grading import grades
 from slow_cases import slow_except
 
-from torchrl_grpo import rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
 from torchrl_grpo.config.values import AnswerFormat
-from torchrl_grpo.data import Example, load
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.load import load
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards import RewardSet, extract, numbers
+from torchrl_grpo.rewards import extract, numbers
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward, grade_answer
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
-from torchrl_grpo.rewards.registry import unasked_tags
+from torchrl_grpo.rewards.registry import (
+    build_grader,
+    build_reward_set,
+    check_weights,
+    eval_reward_name,
+    unasked_tags,
+)
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool
 from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
@@ -588,12 +595,12 @@ def config(dataset: str = "gsm8k", weights: dict[str, float] | None = None, **en
 
 def test_every_dataset_has_default_weights_that_pass_the_check() -> None:
     for name, dataset in DATASETS.items():
-        assert rewards.check_weights(config(name)) == dataset.weights
+        assert check_weights(config(name)) == dataset.weights
         assert dataset.weights[dataset.eval_reward] == max(dataset.weights.values())
 
 
 def test_the_defaults_of_gsm8k() -> None:
-    built = rewards.build_reward_set(config())
+    built = build_reward_set(config())
     [scored] = built.score(["<think>a</think><answer>72</answer>"], [example()])
     assert scored.total == pytest.approx(1.1)
     assert scored.parts == {
@@ -602,7 +609,7 @@ def test_the_defaults_of_gsm8k() -> None:
     }  # fmt: skip
     [loose] = built.score(["It is 72"], [example()])
     assert (loose.total, loose.parts["gsm8k/flexible"]) == (0.0, 1.0)
-    [plain] = rewards.build_reward_set(config(answer_format="plain")).score(["It is 72"], [example()])
+    [plain] = build_reward_set(config(answer_format="plain")).score(["It is 72"], [example()])
     assert plain.parts["gsm8k"] == 1.0
 
 
@@ -618,7 +625,7 @@ def test_the_defaults_of_gsm8k() -> None:
 )
 def test_bad_weights(dataset: str, weights: dict[str, float], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        rewards.build_reward_set(config(dataset, weights))
+        build_reward_set(config(dataset, weights))
     for word in words:
         assert word in str(caught.value)
 
@@ -634,8 +641,8 @@ def test_reasoning_gym_is_scored_by_the_task_itself() -> None:
     cfg.eval.num_problems = 3
     problem = load(cfg).train[0]
     answer = problem.truth["entry"]["answer"]
-    built = rewards.build_reward_set(cfg)
-    grader = rewards.build_grader(cfg, built)
+    built = build_reward_set(cfg)
+    grader = build_grader(cfg, built)
     try:
         right, wrong, wordy = built.score([f" {answer}\n", "999999", "hmm"], [problem] * 3)
         assert (right.total, wrong.total, wordy.total) == pytest.approx((1.1, 0.1, 0.0))
@@ -697,13 +704,13 @@ def test_tags_that_no_prompt_asks_for_are_spoken_of(
 
 
 def test_graders_say_what_they_measure() -> None:
-    gsm8k, jsonl = rewards.build_grader(config()), rewards.build_grader(config("jsonl"))
+    gsm8k, jsonl = build_grader(config()), build_grader(config("jsonl"))
     assert (gsm8k.primary, gsm8k.metrics) == ("flexible", ("strict", "flexible"))
     assert grades(gsm8k, "It is 72", example()) == {"strict": 0.0, "flexible": 1.0}
     assert gsm8k.weights(example()) == {"strict": 1.0, "flexible": 1.0}
     assert grades(jsonl, "<answer>72</answer>", example()) == {"accuracy": 1.0}
     assert grades(jsonl, "72", example()) == {"accuracy": 0.0}
-    ifeval = rewards.build_grader(config("ifeval"))
+    ifeval = build_grader(config("ifeval"))
     assert ifeval.primary == "prompt_strict"
     assert set(ifeval.metrics) == {"prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"}
 
@@ -726,15 +733,15 @@ def test_graders_say_what_they_measure() -> None:
     ],
 )
 def test_evaluation_is_judged_as_training_is(dataset: str, weights: dict[str, float], name: str) -> None:
-    assert rewards.eval_reward_name(config(dataset, weights)) == name
+    assert eval_reward_name(config(dataset, weights)) == name
 
 
 @pytest.mark.slow
 def test_the_same_rows_are_graded_the_same_whatever_reads_them() -> None:
     cfg = config("jsonl", {"math_verify": 1.0, "format": 1.0})
     cfg.reward.timeout_s = 20.0
-    built = rewards.build_reward_set(cfg)
-    grader = rewards.build_grader(cfg, built)
+    built = build_reward_set(cfg)
+    grader = build_grader(cfg, built)
     try:
         problem = example(r"\frac{1}{2}")
         for completion in ("<think>.</think><answer>0.5</answer>", r"It is $\frac{2}{4}$.", "It is 3."):
@@ -746,7 +753,7 @@ def test_the_same_rows_are_graded_the_same_whatever_reads_them() -> None:
 
 
 def test_an_error_in_grading_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    grader = rewards.build_grader(config())
+    grader = build_grader(config())
     broken = Example("broken/1", [{"role": "user", "content": "Q"}], {})
     assert grades(grader, "the completion", broken) == {"strict": 0.0, "flexible": 0.0}
     assert grader.error_count == 1

@@ -29,7 +29,7 @@ from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import ConfigError, DataError, ModelError
 from torchrl_grpo.planning.preflight import place
-from torchrl_grpo.rewards import RewardSet
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.rollout import saved_groups
 from torchrl_grpo.rollout.collector import GroupSource

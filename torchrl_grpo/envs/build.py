@@ -15,7 +15,7 @@ from torchrl_grpo.envs.stream import MixtureStream, PromptStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_grpo.rewards import MixtureRewardSet, RewardSet
+    from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 
 
 def _stream(cfg: Config, problems: Problems) -> PromptStream:

@@ -31,7 +31,8 @@ from torchrl_grpo.inference.protocol import PromptPictures
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_grpo.rewards import MixtureRewardSet, ResponseScore, RewardSet
+    from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
+    from torchrl_grpo.rewards.types import ResponseScore
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
 from torchrl_grpo.config.values import AnswerFormat
-from torchrl_grpo.data import Example
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.load import dataset_module
 from torchrl_grpo.data.rows.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError

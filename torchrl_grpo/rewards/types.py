@@ -66,7 +66,7 @@ class Reward(Protocol):
             the reward, which are logged as ``<name>/<part>``. A judge returns a :class:`Verdict`.
 
         Raises:
-            Exception: any failure. :class:`~torchrl_grpo.rewards.RewardSet` counts and logs it.
+            Exception: any failure. :class:`~torchrl_grpo.rewards.reward_set.RewardSet` counts and logs it.
         """
         ...
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo import data, rewards
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import claimed, explained_errors
 from torchrl_grpo.config import Config
@@ -22,13 +21,18 @@ from torchrl_grpo.config.checks import schedule
 from torchrl_grpo.config.derived import with_total_turns
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.data.load import load
+from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, UserError, WorkersLost
 from torchrl_grpo.models import hub_upload
 from torchrl_grpo.observe.held_out import held_out
 from torchrl_grpo.planning import cores, preflight, resolve
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.report import change
+from torchrl_grpo.rewards import registry
 from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.rewards.registry import build_grader, build_reward_set, grader_of_run
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.runtime import hardware, rank_env, screen
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files import compile_cache
@@ -85,14 +89,14 @@ def evaluate_problems(cfg: Config, resume_from: Path | None) -> tuple[dict[str, 
         raise bad_value("eval.num_problems", 0, "it leaves nothing to evaluate", "eval.num_problems=200")
     # Do not open a run in the user's loggers for an evaluation.
     cfg = replace(cfg, logging=replace(cfg.logging, backends=[], rollouts=False))
-    problems = data.load(cfg)
+    problems = load(cfg)
     examples = problems.first_examples(held_out=True)
     plan = preflight.announce(cfg, asynchronous=False)
     with (
         tempfile.TemporaryDirectory() as folder,
         screen.libraries_to_log(),
-        closing(rewards.build_reward_set(cfg)) as reward_set,
-        closing(rewards.build_grader(cfg, reward_set, examples)) as grader,
+        closing(build_reward_set(cfg)) as reward_set,
+        closing(build_grader(cfg, reward_set, examples)) as grader,
     ):
         _prepare_process(cfg, plan)
         with no_collection():
@@ -155,14 +159,14 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
     cfg = preflight.resolve_proximal(cfg, asynchronous)
     # A new run loads its data before it locks its folder, so it leaves no lock if the data cannot be read. A
     # resumed run first compares its configuration with that of the checkpoint.
-    problems = data.load(cfg) if cfg.resume is None else None
+    problems = load(cfg) if cfg.resume is None else None
     with explained_errors(run_dir), claimed(run_dir):
         resume_from = None
         if cfg.resume is not None:
             checkpoint.clean(run_dir)
             resume_from = checkpoint.find(run_dir, cfg.resume)
             checkpoint.check_same_run(resume_from, cfg)
-        problems = problems or data.load(cfg)
+        problems = problems or load(cfg)
         plan = preflight.announce(cfg, asynchronous)
         hub_upload.check(cfg)
         count = len(problems.train)
@@ -175,13 +179,13 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
 
 
 def _prepare_and_train(
-    cfg: Config, run_dir: Path, problems: data.Problems, *, resume_from: Path | None, plan: Plan
+    cfg: Config, run_dir: Path, problems: Problems, *, resume_from: Path | None, plan: Plan
 ) -> dict[str, Any]:
     try:
         with (
             screen.libraries_to_log(),
-            closing(rewards.of_run(cfg, problems, run_dir)) as reward_set,
-            closing(rewards.grader_of_run(cfg, problems, reward_set, run_dir)) as grader,
+            closing(registry.of_run(cfg, problems, run_dir)) as reward_set,
+            closing(grader_of_run(cfg, problems, reward_set, run_dir)) as grader,
         ):
             return _train(
                 cfg,
@@ -209,8 +213,8 @@ def _train(
     cfg: Config,
     run_dir: Path,
     *,
-    problems: data.Problems,
-    reward_set: rewards.RewardSet | rewards.MixtureRewardSet,
+    problems: Problems,
+    reward_set: RewardSet | MixtureRewardSet,
     grader: CountingGrader,
     resume_from: Path | None,
     plan: Plan,

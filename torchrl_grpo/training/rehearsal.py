@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from torchrl_grpo import data, rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.config.mixture import mixture_parts
+from torchrl_grpo.data.load import load
+from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.models.shape import model_folder
-from torchrl_grpo.rewards.reward_set import MixtureRewardSet, error_text, read_result
+from torchrl_grpo.rewards import registry
+from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.rewards.registry import grader_of_run
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, error_text, read_result
 from torchrl_grpo.rewards.sandbox.user_reward import UserReward
 from torchrl_grpo.rewards.types import BatchReward
 from torchrl_grpo.runtime import user_code
@@ -25,7 +29,7 @@ from torchrl_grpo.runtime import user_code
 _RESPONSE = "The answer is 7."
 
 
-def load_problems(cfg: Config) -> data.Problems | None:
+def load_problems(cfg: Config) -> Problems | None:
     """Load the problems of a run; None if they are not the user's own and the plan does not need them.
 
     Raises:
@@ -33,7 +37,7 @@ def load_problems(cfg: Config) -> data.Problems | None:
     """
     envs = [part.cfg.env for part in mixture_parts(cfg)] or [cfg.env]
     local = all(env.data_path is not None or user_code.parse(env.dataset) is not None for env in envs)
-    return data.load(cfg) if local or cfg.train.num_epochs is not None else None
+    return load(cfg) if local or cfg.train.num_epochs is not None else None
 
 
 def check_model_and_environment(cfg: Config) -> None:
@@ -50,7 +54,7 @@ def check_model_and_environment(cfg: Config) -> None:
         check_environment(cfg)
 
 
-def rehearse(cfg: Config, problems: data.Problems) -> str:
+def rehearse(cfg: Config, problems: Problems) -> str:
     """Refuse rewards, problems and a tokenizer that the run would refuse.
 
     A reward of the user that fails on a short text is warned of on stderr, because it may only need another
@@ -63,8 +67,8 @@ def rehearse(cfg: Config, problems: data.Problems) -> str:
         UserError: as the run would.
     """
     with (
-        closing(rewards.of_run(cfg, problems)) as reward_set,
-        closing(rewards.grader_of_run(cfg, problems, reward_set)) as grader,
+        closing(registry.of_run(cfg, problems)) as reward_set,
+        closing(grader_of_run(cfg, problems, reward_set)) as grader,
     ):
         if (folder := model_folder(cfg.model)) is not None:
             _read(cfg, folder, problems, grader)
@@ -79,9 +83,7 @@ def rehearse(cfg: Config, problems: data.Problems) -> str:
         )
 
 
-def _failing(
-    cfg: Config, problems: data.Problems, reward_set: rewards.RewardSet | MixtureRewardSet
-) -> Iterator[str]:
+def _failing(cfg: Config, problems: Problems, reward_set: RewardSet | MixtureRewardSet) -> Iterator[str]:
     """Call each function of the user once, as for a group of responses, and yield what is wrong with it."""
     sets = reward_set.sets if isinstance(reward_set, MixtureRewardSet) else {"": reward_set}
     for part, example in problems.first_examples().items():
@@ -105,7 +107,7 @@ def _failing(
                 )
 
 
-def _read(cfg: Config, folder: Path, problems: data.Problems, grader: rewards.CountingGrader) -> None:
+def _read(cfg: Config, folder: Path, problems: Problems, grader: CountingGrader) -> None:
     # Imports torch, which takes seconds.
     from torchrl_grpo.models import loading
     from torchrl_grpo.training.prepare import prepare

@@ -14,9 +14,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.config.schema import RewardConfig
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.sandbox.worker import Isolation
 from torchrl_grpo.runtime import sandbox
@@ -29,6 +28,10 @@ from torchrl_grpo.runtime.json_channel import (
     RemoteTimeout,
 )
 from torchrl_grpo.runtime.supervised import SupervisedProcess
+
+if TYPE_CHECKING:
+    # Which workers would import, too.
+    from torchrl_grpo.config.schema import RewardConfig
 
 #: Time limit for the start of a worker. It imports sympy and more, which is slow on a small, busy machine.
 START_LIMIT_S = 180.0
