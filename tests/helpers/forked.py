@@ -4,8 +4,9 @@ Importing takes six seconds of a core, which is most of what a small run takes. 
 and each script runs in a fork of it, with arguments, variables, a folder and an output of its own. Tests
 start about a hundred, so this saves five minutes of ``make test``.
 
-Only tests that start a process see what differs: what it does until it has imported, its seed of hashes,
-which all forks share, what a full garbage collection looks through, and the end of the interpreter.
+Only tests that start a process see what differs: what it does until it has imported and read ``config/``,
+its seed of hashes, which all forks share, what a full garbage collection looks through, and the end of the
+interpreter.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 # What other processes of the tests were told. Later, an engine or a test may have changed it.
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 _ENVIRONMENT |= {**PASSIVE_WAIT_ENV, "OMP_NUM_THREADS": "1"}
+_HELPERS = str(Path(__file__).parent)
+_ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [_HELPERS, _ENVIRONMENT.get("PYTHONPATH")]))
 # Importing must not touch a GPU, because a fork could not use it then.
 _ENVIRONMENT["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Seconds that other ranks have to end when one has failed.
@@ -58,6 +61,7 @@ _PRELOADED = [
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "deepspeed",
+    "done_before_forks",
 ]
 # What the engine imports when it starts.
 _PRELOADED_OF_VLLM = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
