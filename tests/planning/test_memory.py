@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cli_calls import ROOT
+from forked import Finished, run_script
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.config import Config, parse
@@ -945,10 +946,14 @@ def test_dry_run_prints_and_does_nothing(script: str, tmp_path: Path, tiny_model
     assert list(tmp_path.iterdir()) == []
 
 
+def dry_run_of_sweep(folder: Path, *words: str) -> Finished:
+    return run_script([ROOT / "sota-implementations/grpo/grpo.py", "--multirun", *words], cwd=folder)
+
+
 @pytest.mark.slow
 def test_dry_run_of_a_sweep_shows_every_job(tmp_path: Path, tiny_model_dir: Path) -> None:
     words = [f"model.name={tiny_model_dir}", "policy.kl_coef=0,0.1", "inference_model.backend=transformers"]
-    result = dry_run("grpo.py", tmp_path, "--multirun", *words)
+    result = dry_run_of_sweep(tmp_path, "dry_run=true", *words)
     assert result.returncode == 0
     assert "job 0\n" in result.stdout and "job 1\n" in result.stdout and "reference  prepare" in result.stdout
 
@@ -962,7 +967,7 @@ def test_a_sweep_that_cannot_run_is_refused_by_its_dry_run_too(tmp_path: Path, t
     ]
     errors = []
     for dry in ("true", "false"):
-        result = dry_run("grpo.py", tmp_path, "--multirun", *words, f"dry_run={dry}")
+        result = dry_run_of_sweep(tmp_path, *words, f"dry_run={dry}")
         assert result.returncode == 2
         errors.append(next(line for line in result.stderr.splitlines() if line.startswith("error: ")))
     assert errors[0] == errors[1] and "train_model.num_devices=[1,2]: all jobs of a sweep" in errors[0]
