@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -44,7 +44,7 @@ SCRIPT = "grpo-async.py"
 KINDS = ("worker", "trainer", "node")
 # Prefixes of the command lines of these processes.
 _COMMANDS = {"worker": "ray::RolloutActor", "node": "--raylet_socket_name="}
-# Ray's helpers check every few seconds whether their node is alive.
+# Two of Ray's helpers try for a minute to report that their node was killed. The next run does not wait.
 _LINGER_S = 90.0
 
 
@@ -72,7 +72,12 @@ def victim(pid: int, kind: str, moments: random.Random) -> psutil.Process | None
 
 
 def kill_at_random(
-    folder: Path, overrides: Sequence[str], moments: random.Random, left: int, longest_s: float
+    folder: Path,
+    overrides: Sequence[str],
+    moments: random.Random,
+    left: int,
+    longest_s: float,
+    seen: set[psutil.Process],
 ) -> tuple[Counter[str], bool]:
     """Run until the trainer is killed or ends.
 
@@ -82,19 +87,19 @@ def kill_at_random(
         moments: generator that draws victims and moments.
         left: largest number of kills.
         longest_s: longest time between two kills, in seconds.
+        seen: set that gets the processes below the trainer.
 
     Returns:
         Kills by kind, and whether the trainer ended by itself.
 
     Raises:
-        SystemExit: processes were left behind, or the run failed without a kill.
+        SystemExit: the run failed without a kill.
     """
     kills: Counter[str] = Counter()
-    seen: dict[int, psutil.Process] = {}
     with started(folder, overrides, SCRIPT) as process:
         due = time.monotonic() + moments.uniform(0, longest_s)
         while process.poll() is None:
-            seen |= {member.pid: member for member in family(process.pid)}
+            seen.update(family(process.pid))
             if sum(kills.values()) < left and time.monotonic() >= due and (folder / "metrics.jsonl").exists():
                 kind = moments.choice(KINDS)
                 target = victim(process.pid, kind, moments)
@@ -107,7 +112,19 @@ def kill_at_random(
             # No event announces a process to kill; this wait also returns as soon as the trainer ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.1)
-    _, alive = psutil.wait_procs(list(seen.values()), timeout=_LINGER_S)
+    ended = process.returncode == 0
+    if not ended and not (kills["trainer"] or kills["node"]):
+        check(folder, process)
+    return kills, ended
+
+
+def wait_for_all(processes: Iterable[psutil.Process]) -> None:
+    """Wait until processes of runs have ended.
+
+    Raises:
+        SystemExit: some have not, and are killed.
+    """
+    _, alive = psutil.wait_procs(processes, timeout=_LINGER_S)
     if alive:
         names = []
         for member in alive:
@@ -116,10 +133,6 @@ def kill_at_random(
                 names.append(" ".join(member.cmdline())[:80])
                 member.kill()
         raise SystemExit(f"left behind: {', '.join(names) or 'processes that have ended since'}")
-    ended = process.returncode == 0
-    if not ended and not (kills["trainer"] or kills["node"]):
-        check(folder, process)
-    return kills, ended
 
 
 def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_s: float) -> bool:
@@ -128,13 +141,15 @@ def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_
     before = abandoned()
     run = folder / "run"
     done: Counter[str] = Counter()
+    seen: set[psutil.Process] = set()
     ended = False
     while not ended:
-        more, ended = kill_at_random(run, overrides, moments, kills - sum(done.values()), longest_s)
+        more, ended = kill_at_random(run, overrides, moments, kills - sum(done.values()), longest_s, seen)
         done += more
         if not ended and not has_checkpoint(run) and run.exists():
             # Without a checkpoint a user would start again.
             shutil.rmtree(run)
+    wait_for_all(seen)
     summary = json.loads((run / "summary.json").read_text())
     counts = summary["groups"]
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
