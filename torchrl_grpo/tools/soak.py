@@ -97,18 +97,17 @@ def kill_at_random(
     """
     kills: Counter[str] = Counter()
     with started(folder, overrides, SCRIPT) as process:
-        due = time.monotonic() + moments.uniform(0, longest_s)
+        due, kind = time.monotonic() + moments.uniform(0, longest_s), moments.choice(KINDS)
         while process.poll() is None:
             seen.update(family(process.pid))
             if sum(kills.values()) < left and time.monotonic() >= due and (folder / "metrics.jsonl").exists():
-                kind = moments.choice(KINDS)
                 target = victim(process.pid, kind, moments)
                 if target is not None:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         target.kill()
                         kills[kind] += 1
                         print(f"killed: {kind}, after step {newest_step(folder)}", flush=True)
-                    due = time.monotonic() + moments.uniform(0, longest_s)
+                    due, kind = time.monotonic() + moments.uniform(0, longest_s), moments.choice(KINDS)
             # No event announces a process to kill; this wait also returns as soon as the trainer ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.1)
