@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
+import forked_workers
 import psutil
 
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
@@ -49,6 +50,7 @@ _GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 # What a training process imports, before and while it trains. A package that is not installed is left out.
 _PRELOADED = [
+    "tests.helpers.ray_later",
     "torchrl_grpo.cli.commands",
     "torchrl_grpo.cli.main",
     "torchrl_grpo.cli.compose",
@@ -80,6 +82,13 @@ def ensure_running() -> None:
     # It finds modules in its folder, too, where a test may have put files of a user.
     with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True), contextlib.chdir(_ROOT):
         forkserver.ensure_running()
+
+
+def server_address() -> str:
+    """Address of that process, for :mod:`forked_workers`."""
+    ensure_running()
+    server: Any = forkserver._forkserver
+    return str(server._forkserver_address)
 
 
 class Finished(subprocess.CompletedProcess[str]):
@@ -269,6 +278,8 @@ def run_in_fork(
     import numpy as np
     import torch
 
+    # Now Ray may be imported, with the variables below.
+    sys.modules.pop("ray", None)
     if is_session:
         os.setsid()
     for number, path in enumerate(written, start=1):
@@ -289,7 +300,9 @@ def run_in_fork(
     sys.argv = argv
     # Modules beside the tests are not there for a script, but those beside the script are.
     own = [entry for entry in sys.path if not Path(entry).resolve().is_relative_to(_ROOT / "tests")]
-    sys.path[:] = [str(Path(argv[0]).parent.resolve()), *own]
+    chosen = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [str(Path(argv[0]).parent.resolve()), *chosen, *own]
+    forked_workers.use_forks()
     try:
         runpy.run_path(argv[0], run_name="__main__")
     finally:

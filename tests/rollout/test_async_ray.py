@@ -14,12 +14,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import forked_workers
 import psutil
 import pytest
 import torch
 from batches import END, PAD, make_model
 from faulty_worker import FaultyActor, OneWorker
-from forked import FORKING_LAUNCH, ForkedPopen, run_script
+from forked import FORKING_LAUNCH, ForkedPopen, run_script, server_address
 from publishers import make_publisher
 from stale_parts import Fault, assert_all_are_found, assert_each_is_found, every_part, of_each_kind
 from tiny_vlm import build_tiny_vlm
@@ -43,6 +44,12 @@ LINGER_S = 90
 STANDARD_MODULES = ("math", "queue", "statistics", "random", "pickletools", "tokenize", "fractions", "timeit")
 # For the probe.
 PROMPTS = [list(range(start, start + 30)) for start in (3, 15, 29)]
+
+
+@pytest.fixture(autouse=True)
+def forked_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs fork their workers."""
+    monkeypatch.setenv(forked_workers.VARIABLE, "")
 
 
 @pytest.fixture
@@ -153,10 +160,16 @@ def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
-    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
+    repo_root: Path,
+    tmp_path: Path,
+    words: list[str],
+    orphans: list[psutil.Process],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import random
 
+    # Here Ray starts the worker itself.
+    monkeypatch.delenv(forked_workers.VARIABLE)
     run = tmp_path / "run"
     more = ["collector.max_restarts=0", "train.checkpoint_frequency=0", "hydra.run.dir=run"]
     with started(repo_root, tmp_path, *words, *more, "train.total_dialog_turns=160000") as process:
@@ -250,6 +263,13 @@ def in_cluster(name: str) -> list[psutil.Process]:
     return processes
 
 
+def node_of(worker: psutil.Process) -> int:
+    """Id of the node's process that has started a worker. The name of a worker's log has the worker's id."""
+    log = Path(f"/proc/{worker.pid}/fd/1").readlink().name
+    (starter,) = in_cluster(f"--worker-id={log.split('-')[1]}")
+    return int(starter.ppid())
+
+
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
     """A cluster of somebody else's with two cores on each of two nodes."""
@@ -257,9 +277,11 @@ def two_nodes() -> Iterator[Any]:
 
     # A node that is started in this process replaces what SIGTERM does here.
     with keep_termination_handler():
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        node = {"num_cpus": 2, "include_dashboard": False, "setup_worker_path": forked_workers.__file__}
+        with own_variables.temporary({forked_workers.VARIABLE: server_address()}):
+            cluster = Cluster(initialize_head=True, head_node_args=node)
+            cluster.add_node(**node)
         try:
-            cluster.add_node(num_cpus=2)
             cluster.wait_for_nodes()
             yield cluster
         finally:
@@ -283,9 +305,7 @@ def test_a_killed_worker_and_a_killed_reference_are_replaced_on_a_running_cluste
     with started(repo_root, tmp_path, *words, *more) as process:
         wait_for(process, run / "metrics.jsonl", 2)
         workers, references = in_cluster("ray::RolloutActor"), in_cluster("ray::ReferenceScorer")
-        assert len({worker.ppid() for worker in workers}) == 2, (
-            "each worker is a child of its own node's process"
-        )
+        assert len({node_of(worker) for worker in workers}) == 2
         assert len(references) == 1
         references[0].kill()
         workers[0].kill()
@@ -381,8 +401,8 @@ def test_kills_at_random_moments(
     """The command of the documentation, with fewer kills."""
     monkeypatch.setattr("torchrl_grpo.tools.processes.Popen", ForkedPopen)
     monkeypatch.chdir(tmp_path)
-    # With this seed the worker dies, then the trainer, and the node process last.
-    argv = ["--kills", "3", "--seed", "98", "--longest", "4", "--folder", "soak", "env=jsonl", *words]
+    # With this seed the trainer dies, then the worker, and the node process last.
+    argv = ["--kills", "3", "--seed", "780", "--longest", "4", "--folder", "soak", "env=jsonl", *words]
     code = soak.main([*argv, "inference_model.num_devices=1"])
     output = capfd.readouterr().out
     print(output)
