@@ -10,13 +10,16 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
+from torchrl_grpo.runtime import shared_loop
 from torchrl_grpo.runtime.shared_loop import LoopClosed, SharedLoop
 
 WAIT_S = 60.0
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[SharedLoop, SharedLoop]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SharedLoop, SharedLoop]]:
+    # Other tests may have left a connection open, and with it the thread.
+    monkeypatch.setattr(shared_loop, "_shared", None)
     pair = SharedLoop(), SharedLoop()
     yield pair
     for each in pair:
