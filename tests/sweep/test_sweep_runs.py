@@ -27,7 +27,7 @@ import itertools, os, sys, threading
 
 if {CRASHING!r} in sys.argv:
     os._exit(7)
-if any(word.endswith("/sweep/1") for word in sys.argv):
+if any(word.rstrip("'").endswith("/sweep/1") for word in sys.argv):
     os.environ["WAITS"] = "yes"
 calls = itertools.count()
 
