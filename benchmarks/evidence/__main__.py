@@ -13,7 +13,12 @@ from benchmarks.learning import first_model, folders_of, run_stages
 
 def main() -> None:
     """Run each experiment seed by seed. Runs that are in the folder already are not repeated."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    claims = "\n".join(f"  {name}: {each.claim}" for name, each in EXPERIMENTS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"claims:\n{claims}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(EXPERIMENTS)}")
     parser.add_argument("--folder", type=Path, help="folder for the runs")
     parser.add_argument("--seed", type=int, help="the only seed to run")
@@ -33,7 +38,8 @@ def main() -> None:
             for arm, stages in experiment.arms.items():
                 if args.arm in (None, arm):
                     runs = folders_of(stages, experiment.arms, seed, folder)
-                    run_stages(stages, seed, runs, (), model)
+                    words = experiment.once if seed == 0 and runs[-1] == base else ()
+                    run_stages(stages, seed, runs, words, model)
                     _keep(name, records.read_record(arm, seed, runs, experiment.shape, base))
     _write_page()
 

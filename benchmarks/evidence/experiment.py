@@ -21,6 +21,7 @@ class Experiment:
         seeds: number of seeds.
         outcome: what the results say of the claim; empty until there are some.
         needs: GPU that it needs, with the peak and the hours that the planner predicts; empty for a CPU.
+        once: further words of the first arm's run with seed 0, for what is too slow for every seed.
     """
 
     claim: str
@@ -30,3 +31,4 @@ class Experiment:
     seeds: int = 3
     outcome: str = ""
     needs: str = ""
+    once: Sequence[str] = ()

@@ -12,16 +12,26 @@ from benchmarks.learning import Stage
 
 _GRPO, _SFT = "sota-implementations/grpo/grpo.py", "sota-implementations/sft/sft.py"
 _CONTROLS = Path(__file__).resolve().parent / "controls.py"
-_HELD_OUT, _BEST_OF = 300, 8
+_BEST_OF = 8
 # Of a round of GRPO: few prompts with many samples, because the prompts take most of the time of a step. Of a
 # round of SFT: solutions.
 _PROMPTS, _SAMPLES, _SOLUTIONS = 4, 16, 8
 
 
-def _task(task: str, skill: str, shape: str, rounds: int, words: Sequence[str], outcome: str) -> Experiment:
+def _task(
+    task: str,
+    skill: str,
+    shape: str,
+    rounds: int,
+    words: Sequence[str],
+    outcome: str,
+    held_out: int = 300,
+) -> Experiment:
     """Return GRPO on a task of reasoning_gym beside its controls.
 
-    All arms begin with the same model, so the first one alone evaluates it. It alone measures pass@8 too.
+    All arms begin with the same model, so the first one alone evaluates it. Its run with seed 0 alone
+    measures pass@8, which takes longer than the rest of a run: vLLM shares whole blocks of 32 tokens, so
+    every sample computes the end of its prompt again.
 
     Args:
         task: name of the task.
@@ -30,13 +40,14 @@ def _task(task: str, skill: str, shape: str, rounds: int, words: Sequence[str], 
         rounds: optimizer steps of each command.
         words: arguments of the task, prompt, lengths and learning rate, for every arm.
         outcome: see :class:`Experiment`.
+        held_out: number of held-out problems.
     """
     common = (
         "--config-name=grpo_quickstart",
         "env=reasoning_gym",
         f"env.task={task}",
         *words,
-        f"eval.num_problems={_HELD_OUT}",
+        f"eval.num_problems={held_out}",
         "eval.reward=reasoning_gym",
         "eval.frequency=0",
         "train.checkpoint_frequency=0",
@@ -51,14 +62,13 @@ def _task(task: str, skill: str, shape: str, rounds: int, words: Sequence[str], 
     drawn = (f"reward.functions={{chance: '{_CONTROLS}:chance'}}", "reward.weights={chance: 1.0}")
     own = (*grpo, *formed, "reward.weights={reasoning_gym: 1.0, form: 0.1}")
     later = "eval.at_start=false"
-    best_of = (f"eval.pass_at_k={_BEST_OF}", "eval.temperature=1.0")
     solutions = (*common, "+method=sft", f"env.num_envs={_SOLUTIONS}")
     sft = Stage(_SFT, (*solutions, f"train.total_dialog_turns={rounds * _SOLUTIONS}", later))
     return Experiment(
         f"GRPO teaches SmolLM2-135M {skill} by right answers, not by form or chance.",
         "The rise is within its interval, or no larger than that with a random reward or a reward for form.",
         {
-            "GRPO": (Stage(_GRPO, (*own, *best_of)),),
+            "GRPO": (Stage(_GRPO, own),),
             "reward for form": (Stage(_GRPO, (*grpo, *formed, "reward.weights={form: 1.0}", later)),),
             "random reward": (Stage(_GRPO, (*grpo, *drawn, later)),),
             "SFT": (sft,),
@@ -66,6 +76,7 @@ def _task(task: str, skill: str, shape: str, rounds: int, words: Sequence[str], 
         },
         shape,
         outcome=outcome,
+        once=(f"eval.pass_at_k={_BEST_OF}", "eval.temperature=1.0"),
     )
 
 
@@ -83,16 +94,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         "GRPO teaches SmolLM2-135M a game of two turns on an OpenEnv server.",
         "The held-out share of games won rises by less than 0.30.",
         _LEARNING["openenv"],
-        outcome="The claim holds: the rise is +0.833 (+0.754 to +0.913).",
+        outcome="The claim holds.",
     ),
     "sums": Experiment(
         "GRPO teaches SmolLM2-135M sums of two numbers up to 10, and more than supervised fine-tuning does.",
         "The rise is within its interval, or SFT on as many rounds reaches as much.",
         _LEARNING["sft"],
         outcome="The first part of the claim holds, and the second is refuted: 128 written solutions teach "
-        "more than right answers do, in less time, and GRPO after them adds little. GRPO is for tasks whose "
-        "answers can be checked and whose solutions nobody has written. Some of these runs shared the "
-        "machine with other programs, so their seconds are not compared.",
+        "more than right answers do, and GRPO after them adds little. GRPO is for tasks whose answers can be "
+        "checked and whose solutions nobody has written.",
     ),
     "distillation": Experiment(
         "A model that GRPO trained teaches its base at least 0.9 of its accuracy on the base's own text.",
@@ -107,10 +117,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The difference is within its interval.",
         _LEARNING["pictures"],
         r"\d+",
-        outcome="The claim holds: the difference is +0.047 (+0.019 to +0.076), and the form stays right. "
-        "GRPO itself began at 0.304 to 0.310. Values are shares of sampled answers, four a problem. GRPO "
-        "moves little in so few steps: most answers are still wrong. The recipe was chosen on seed 0, with "
-        "the same held-out problems. Other programs shared the machine, so seconds are not compared.",
+        outcome="The claim holds, and the form stays right. GRPO began at 0.304 to 0.310. Values are shares "
+        "of sampled answers, four a problem, and most are still wrong. The recipe was chosen on seed 0, with "
+        "these problems.",
     ),
     "needle": _task(
         "needle_haystack",
@@ -131,11 +140,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The claim holds against the reward for form, and is not decided against the random reward, which "
         "scatters too much for three seeds: two of them forgot the task, and the other came to 0.340 by "
         "answering mostly the first name of the text. That answer alone is right on 0.403 of these problems, "
-        "and GRPO is not surely above it: +0.070 (-0.008 to +0.148). 96 written solutions reach as much or "
-        "more, and GRPO after them adds +0.099 (+0.029 to +0.168). After GRPO, one greedy answer is right "
+        "and GRPO is not surely above it: +0.070 [-0.008, +0.148]. 96 written solutions reach as much or "
+        "more, and GRPO after them adds +0.099 [+0.029, +0.168]. After GRPO, one greedy answer is right "
         "more often than the best of 8 was before. The recipe was chosen on seed 7, with 100 of these "
-        "problems. The first arm alone measured the best of 8, so it took longer, and other programs shared "
-        "the machine.",
+        "problems. The first arm alone measured the best of 8, so it took longer.",
     ),
     **comparisons.EXPERIMENTS,
 }

@@ -28,8 +28,9 @@ has commands, versions, machine, the curve of each run, and the grade of each he
 problems are never trained on.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
-first arm, on the same seeds and problems. *Best of 8* is pass@8: whether any of eight answers, sampled at
-temperature 1, is right. Seconds are those of each command of an arm, with its start and its evaluations.
+first arm, on the same seeds and problems. *Form* is the share of answers in the right form after training.
+*Best of 8* is pass@8: whether any of eight answers, sampled at temperature 1, is right. Seconds are those of
+each command of an arm, with its start and its evaluations; other programs often shared the machine.
 """
 
 
@@ -44,11 +45,11 @@ def _waiting(experiments: Mapping[str, Experiment]) -> str:
     """Return the section of the experiments that nobody has run yet."""
     lines = [
         "## Not run yet\n",
-        "The same command runs these. For a GPU: its memory, predicted peak, hours a seed on an H100.\n",
+        "`--help` has the claim of each. For a GPU: its memory, predicted peak, hours a seed on an H100.\n",
     ]
     for name, each in experiments.items():
-        needs = f"; {each.needs}" if each.needs else ""
-        lines.append(f"- `{name}`: {each.claim} {len(each.arms)} x {each.seeds} runs{needs}.")
+        needs = f", {each.needs}" if each.needs else ""
+        lines.append(f"- `{name}`: {len(each.arms)} x {each.seeds} runs{needs}")
     return "\n".join([*lines, ""])
 
 
@@ -60,16 +61,12 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
     for arm in arms:
         own = grades[arm]
         before, after = (np.array([run[key] for run in own.values()]) for key in ("before", "after"))
-        cells = [arm, str(len(own)), _mean(before), _mean(after), _mean(after - before, signed=True)]
+        cells = [arm, str(len(own)), _mean(after), _mean(after - before, signed=True)]
         shared = [seed for seed in own if seed in grades[arms[0]]]
         pairs = np.array([np.subtract(own[seed]["after"], grades[arms[0]][seed]["after"]) for seed in shared])
         cells.append("" if arm == arms[0] or not shared else _mean(pairs, signed=True))
         if experiment.shape:
-            formed = np.mean([run["formed"] for run in own.values()], axis=0)
-            cells.append(f"{formed[0]:.2f}, then {formed[1]:.2f}")
-        if any("passes" in record for record in records):
-            best = [run["passes"] for run in own.values() if "passes" in run]
-            cells.append("{:.3f}, then {:.3f}".format(*np.mean(best, axis=0)) if best else "")
+            cells.append(f"{np.mean([run['formed'][1] for run in own.values()]):.2f}")
         stages = np.mean([run["seconds"] for run in own.values()], axis=0)
         cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
@@ -83,24 +80,37 @@ def _mean(values: Any, signed: bool = False) -> str:
         return f"{values.mean():{sign}.3f}"
     mean, half = statistics.interval(values)
     low, high = max(mean - half, -1.0 if signed else 0.0), min(mean + half, 1.0)
-    return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+    return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+def start(experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
+    """Return the sentences about the model before training, with which all arms begin, and about pass@8."""
+    first = [record for record in records if record["arm"] == next(iter(experiment.arms))]
+    text = f"Before training: {_mean(np.array([run['before'] for run in first]))}"
+    if experiment.shape:
+        text += f", and {np.mean([run['formed'][0] for run in first]):.2f} in the right form"
+    if best := [run["passes"] for run in first if "passes" in run]:
+        seeds = "1 seed" if len(best) == 1 else f"{len(best)} seeds"
+        text += ". Best of 8 ({}): {:.3f}, and {:.3f} after the first arm".format(
+            seeds, *np.mean(best, axis=0)
+        )
+    return f"{text}."
 
 
 def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
-    columns = ["arm", "seeds", "before", "after", "rise", "difference"]
-    columns += ["in the right form"] if experiment.shape else []
-    columns += ["best of 8"] if any("passes" in record for record in records) else []
+    columns = ["arm", "seeds", "after", "rise", "difference"]
+    columns += ["form"] if experiment.shape else []
     columns.append("seconds")
     rows = [columns, ["---"] * len(columns), *table(experiment, records)]
-    first = records[0]
     return "\n".join(
         [
             f"## {name.capitalize()}\n",
-            f"Claim: {experiment.claim} It would be refuted if: {_lower(experiment.refuted_by)}\n",
+            f"Claim: {experiment.claim} Refuted if {_lower(experiment.refuted_by)}\n",
+            f"{start(experiment, records)}\n",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
             f"{experiment.outcome}\n",
-            f"{len(first['ids'])} held-out problems; `python -m benchmarks.evidence {name} --folder FOLDER`; "
+            f"{len(records[0]['ids'])} held-out problems; "
             f"[records](../benchmarks/evidence/records/{name}.json).",
             "",
             f"![learning curves](pictures/evidence-{name}.svg)\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from run_files import write_evaluations
 from scipy import stats
 
+from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import controls, page, records
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
@@ -31,7 +33,9 @@ def test_commands_of_an_experiment_are_accepted(experiment: str, tmp_path: Path)
     arms = EXPERIMENTS[experiment].arms
     small = first_model(arms, 0, tmp_path)
     stages = {stage.words: stage for arm in arms.values() for stage in arm}
-    for stage in stages.values():
+    first = next(iter(stages.values()))
+    once = replace(first, words=(*first.words, *EXPERIMENTS[experiment].once))
+    for stage in (*stages.values(), once):
         needs_model = small is not None or stage.takes != "model.name"
         model = [f"{stage.takes}={small or 'smollm2-135m'}"] if needs_model else []
         method = "sft" if "sft" in stage.script else "grpo"
@@ -57,15 +61,16 @@ def test_a_table_has_means_and_paired_differences_with_intervals() -> None:
     differences = [value - other for value, other in zip(after["random"], after["GRPO"], strict=True)]
     half = stats.t.ppf(0.975, 2) * statistics.stdev(differences) / 3**0.5
     mean = statistics.fmean(differences)
-    assert second[5] == f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
-    assert (first[0], first[1], first[5], first[6]) == ("GRPO", "3", "", "10")
-    assert first[3].startswith("0.700 (") and first[4].startswith("+0.600 (")
+    assert second[4] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+    assert (first[0], first[1], first[4], first[5]) == ("GRPO", "3", "", "10")
+    assert first[2].startswith("0.700 [") and first[3].startswith("+0.600 [")
 
 
 def test_an_arm_of_one_seed_has_no_interval_and_the_share_of_the_right_form() -> None:
     rows = [made("GRPO", 0, [0.0, 1.0], [1.0, 1.0], formed=[0.25, 1.0])]
-    (row,) = page.table(Experiment("", "", ARMS, shape="x"), rows)
-    assert row == ["GRPO", "1", "0.500", "1.000", "+0.500", "", "0.25, then 1.00", "10"]
+    experiment = Experiment("", "", ARMS, shape="x")
+    assert page.table(experiment, rows) == [["GRPO", "1", "1.000", "+0.500", "", "1.00", "10"]]
+    assert page.start(experiment, rows) == "Before training: 0.500, and 0.25 in the right form."
 
 
 def ended(folder: Path, grades: dict[int, Any], best_of: list[float] | None = None) -> Path:
@@ -80,10 +85,28 @@ def ended(folder: Path, grades: dict[int, Any], best_of: list[float] | None = No
     return run
 
 
-def test_best_of_8_is_that_of_the_arms_that_measured_it() -> None:
+def test_best_of_8_is_that_of_the_seeds_that_measured_it() -> None:
     rows = [made("GRPO", seed, [0.0], [1.0], passes=[0.25, best]) for seed, best in enumerate((0.5, 1.0))]
-    first, second = page.table(Experiment("", "", ARMS), [*rows, made("random", 0, [0.0], [0.0])])
-    assert (first[6], second[6]) == ("0.250, then 0.750", "")
+    text = page.start(Experiment("", "", ARMS), [*rows, made("GRPO", 2, [0.0], [1.0])])
+    assert text.endswith(". Best of 8 (2 seeds): 0.250, and 0.750 after the first arm.")
+
+
+def test_only_the_first_run_of_seed_0_measures_what_is_slow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = []
+
+    def run(stages: Any, seed: int, runs: list[Path], words: tuple[str, ...], model: None) -> None:
+        if words:
+            measured.append((runs[-1], words))
+
+    monkeypatch.setattr(command, "run_stages", run)
+    monkeypatch.setattr(records, "read_record", lambda *_: {})
+    for name in ("_keep", "_write_page"):
+        monkeypatch.setattr(command, name, lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["evidence", "needle", "--folder", str(tmp_path)])
+    command.main()
+    assert measured == [(tmp_path / "needle/GRPO-0/0", EXPERIMENTS["needle"].once)]
 
 
 def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
