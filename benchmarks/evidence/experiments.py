@@ -143,7 +143,30 @@ EXPERIMENTS: dict[str, Experiment] = {
         "and GRPO is not surely above it: +0.070 [-0.008, +0.148]. 96 written solutions reach as much or "
         "more, and GRPO after them adds +0.099 [+0.029, +0.168]. After GRPO, one greedy answer is right "
         "more often than the best of 8 was before. The recipe was chosen on seed 7, with 100 of these "
-        "problems. The first arm alone measured the best of 8, so it took longer.",
+        "problems. The first arm also measured the best of 8.",
+    ),
+    "multiplication": _task(
+        "basic_arithmetic",
+        "products of two numbers up to 10 (basic_arithmetic of reasoning_gym)",
+        r"\d+ \* \d+ = \d+\.?",
+        6,
+        (
+            "env.task_args={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, operators: ['*'], "
+            "allow_parentheses: false, format_style: natural}",
+            "env.answer_format=equation",
+            "env.system_prompt='Reply like this: 2 * 4 = 8'",
+            "inference_model.max_new_tokens=12",
+            "inference_model.max_model_len=64",
+            "optimizer.lr=3e-5",
+        ),
+        "The claim is refuted: GRPO came to 0.775, 0.055 and 0.150, so its rise is within its interval, and "
+        "cannot be told from that with a reward for form. Few answers had the form, so six steps saw few "
+        "right ones. The form allows a final dot, which the grader does not: with it, the reward for form "
+        "comes to 0.605, 0.645 and 0.780, so the model knew the table, and lacked the form. 48 written "
+        "solutions teach that, and GRPO after them adds +0.027 [-0.107, +0.160]. The questions are 26 "
+        "products, in two orders and four wordings. The recipe was chosen on seed 7, which came to 0.890 on "
+        "100 of them.",
+        held_out=200,
     ),
     **comparisons.EXPERIMENTS,
 }

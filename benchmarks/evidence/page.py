@@ -28,7 +28,7 @@ has commands, versions, machine, the curve of each run, and the grade of each he
 problems are never trained on.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
-first arm, on the same seeds and problems. *Form* is the share of answers in the right form after training.
+first arm, on the same seeds and problems. *Form* is the share of answers in the right form.
 *Best of 8* is pass@8: whether any of eight answers, sampled at temperature 1, is right. Seconds are those of
 each command of an arm, with its start and its evaluations; other programs often shared the machine.
 """
@@ -45,11 +45,11 @@ def _waiting(experiments: Mapping[str, Experiment]) -> str:
     """Return the section of the experiments that nobody has run yet."""
     lines = [
         "## Not run yet\n",
-        "`--help` has the claim of each. For a GPU: its memory, predicted peak, hours a seed on an H100.\n",
+        "Arms x seeds; `--help` has the claims. For a GPU: memory, predicted peak, hours a seed on an H100.\n",
     ]
     for name, each in experiments.items():
         needs = f", {each.needs}" if each.needs else ""
-        lines.append(f"- `{name}`: {len(each.arms)} x {each.seeds} runs{needs}")
+        lines.append(f"- `{name}`: {len(each.arms)} x {each.seeds}{needs}")
     return "\n".join([*lines, ""])
 
 
