@@ -45,7 +45,7 @@ def _waiting(experiments: Mapping[str, Experiment]) -> str:
     """Return the section of the experiments that nobody has run yet."""
     lines = [
         "## Not run yet\n",
-        "Arms x seeds; `--help` has the claims. For a GPU: memory, predicted peak, hours a seed on an H100.\n",
+        "Arms x seeds; `--help` has the claims. A GPU's memory, predicted peak, hours a seed on an H100.\n",
     ]
     for name, each in experiments.items():
         needs = f", {each.needs}" if each.needs else ""
@@ -101,13 +101,15 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     columns = ["arm", "seeds", "after", "rise", "difference"]
     columns += ["form"] if experiment.shape else []
     columns.append("seconds")
-    rows = [columns, ["---"] * len(columns), *table(experiment, records)]
+    head, *rows = ["| " + " | ".join(row) + " |" for row in (columns, *table(experiment, records))]
     return "\n".join(
         [
             f"## {name.capitalize()}\n",
             f"Claim: {experiment.claim} Refuted if {_lower(experiment.refuted_by)}\n",
             f"{start(experiment, records)}\n",
-            *("| " + " | ".join(row) + " |" for row in rows),
+            head,
+            "|---" * len(columns) + "|",
+            *rows,
             "",
             f"{experiment.outcome}\n",
             f"{len(records[0]['ids'])} held-out problems; "
