@@ -10,17 +10,14 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from torchrl_grpo.runtime import shared_loop
 from torchrl_grpo.runtime.shared_loop import LoopClosed, SharedLoop
 
 WAIT_S = 60.0
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SharedLoop, SharedLoop]]:
-    # Other tests may have left a connection open, and with it the thread.
-    monkeypatch.setattr(shared_loop, "_shared", None)
-    pair = SharedLoop(), SharedLoop()
+def pair() -> Iterator[tuple[SharedLoop, SharedLoop]]:
+    pair = SharedLoop("test"), SharedLoop("test")
     yield pair
     for each in pair:
         each.close(nothing())
@@ -54,9 +51,26 @@ def test_all_share_one_thread_that_ends_with_the_last(pair: tuple[SharedLoop, Sh
     assert first.is_alive()
     pair[1].close(nothing())
     assert not first.is_alive()
-    later = SharedLoop()
+    later = SharedLoop("test")
     assert later.submit(thread()).result(WAIT_S) is not first
     later.close(nothing())
+
+
+def test_other_kinds_of_connections_have_another_thread(pair: tuple[SharedLoop, SharedLoop]) -> None:
+    other = SharedLoop("another test")
+    assert other.submit(thread()).result(WAIT_S) is not pair[0].submit(thread()).result(WAIT_S)
+    other.close(nothing())
+
+
+def test_a_failure_of_the_last_work_leaves_no_thread(pair: tuple[SharedLoop, SharedLoop]) -> None:
+    async def last() -> None:
+        raise OSError("the last work")
+
+    pair[0].close(nothing())
+    running = pair[1].submit(thread()).result(WAIT_S)
+    with pytest.raises(OSError, match="the last work"):
+        pair[1].close(last())
+    assert not running.is_alive()
 
 
 def test_closing_one_cancels_its_own_work_alone(pair: tuple[SharedLoop, SharedLoop]) -> None:
@@ -69,7 +83,7 @@ def test_closing_one_cancels_its_own_work_alone(pair: tuple[SharedLoop, SharedLo
     pair[0].close(last())
     with pytest.raises(CancelledError):
         closed.result(WAIT_S)
-    assert ended, "what was given to close did not run"
+    assert ended == [True], "what was given to close runs once, after the work has ended"
     assert not kept.done()
     with pytest.raises(LoopClosed):
         pair[0].submit(nothing())
@@ -101,7 +115,7 @@ def test_a_forked_process_has_a_loop_that_runs(pair: tuple[SharedLoop, SharedLoo
     answers = fork.SimpleQueue()
 
     def answer() -> None:
-        loop = SharedLoop()
+        loop = SharedLoop("test")
         answers.put(loop.submit(thread()).result(WAIT_S).is_alive())
         loop.close(nothing())
 

@@ -1,4 +1,4 @@
-"""An asyncio event loop in a thread of the process, to which other threads give work."""
+"""Event loops of asyncio in threads of the process, to which other threads give work."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ class LoopClosed(RuntimeError):
 class _Loop:
     """An event loop and its thread, for as long as something uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.users = 0
-        self._thread = threading.Thread(target=self.loop.run_forever, name="connections", daemon=True)
-        self._thread.start()
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has its thread: a process that was forked has the loop and not the thread."""
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self.thread.start()
 
     def end(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+        self.thread.join()
         self.loop.close()
 
 
-_shared: _Loop | None = None
+_shared: dict[str, _Loop] = {}
 _lock = threading.Lock()
 
 
 class SharedLoop:
-    """A part of the event loop that all connections of the process share, with its own tasks.
+    """A part of an event loop that connections of one kind share, with its own tasks.
 
     With a thread for each of hundreds of connections, threads would mostly wait for the interpreter's lock.
     The thread runs as long as one of them is open.
+
+    Args:
+        name: kind of connection, and name of the thread.
     """
 
-    def __init__(self) -> None:
-        global _shared
+    def __init__(self, name: str) -> None:
+        self._name = name
         with _lock:
-            if _shared is None or not _shared.runs:
-                _shared = _Loop()
-            self._loop = _shared
+            # A process that was forked has the loop and not its thread.
+            if name not in _shared or not _shared[name].thread.is_alive():
+                _shared[name] = _Loop(name)
+            self._loop = _shared[name]
             self._loop.users += 1
         # Whoever submits work or closes holds it, so that no work is submitted after the last.
         self._lock = threading.Lock()
@@ -85,21 +84,23 @@ class SharedLoop:
         Args:
             last: what closes the things that the work used.
         """
-        global _shared
+        assert threading.current_thread() is not self._loop.thread, "it would wait for itself"
         with self._lock:
             if self._closed:
                 last.close()
                 return
             self._closed = True
-        # Work that was submitted before has become a task when this one runs, and is canceled by it.
-        asyncio.run_coroutine_threadsafe(self._end(last), self._loop.loop).result()
-        with _lock:
-            self._loop.users -= 1
-            if self._loop.users:
-                return
-            if _shared is self._loop:
-                _shared = None
-        self._loop.end()
+        try:
+            # Work that was submitted before has become a task when this one runs, and is canceled by it.
+            asyncio.run_coroutine_threadsafe(self._end(last), self._loop.loop).result()
+        finally:
+            with _lock:
+                self._loop.users -= 1
+                is_last = not self._loop.users
+                if is_last and _shared.get(self._name) is self._loop:
+                    del _shared[self._name]
+            if is_last:
+                self._loop.end()
 
     async def _end(self, last: Coroutine[Any, Any, None]) -> None:
         tasks = list(self._tasks)

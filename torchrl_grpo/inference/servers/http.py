@@ -64,7 +64,7 @@ class ServerConnection:
         self._key, self._key_variable = key, key_variable
         self._timeout_s = timeout_s
         self._base = "http://server" if address.startswith(_UNIX) else address.rstrip("/")
-        self._loop = SharedLoop()
+        self._loop = SharedLoop("servers")
         self._session = self._run(self._open())
 
     async def _open(self) -> aiohttp.ClientSession:
@@ -131,7 +131,8 @@ class ServerConnection:
     def send_later(self, call: Call, done: Callable[[Any], None]) -> None:
         """Send a request, and call ``done`` with the JSON of the answer or the exception.
 
-        ``done`` runs in the thread of all connections, and must not wait. The request has no time limit.
+        ``done`` runs in the thread of all connections to servers, and must not wait. The request has no time
+        limit.
 
         Raises:
             ServerLost: the connection is closed.
@@ -196,7 +197,10 @@ class ServerConnection:
             raise ServerLost(f"the connection to {self.address} was closed") from error
 
     def close(self) -> None:
-        """Close the connection from any thread; requests under way end with an exception."""
+        """Close the connection; requests under way end with an exception.
+
+        Any thread may call it but that of the connections.
+        """
         self._loop.close(self._shut())
 
     async def _shut(self) -> None:

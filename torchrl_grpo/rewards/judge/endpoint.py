@@ -68,7 +68,7 @@ class Endpoint:
         # Whether nobody answered any attempt of a request. Others then make one attempt each, so that a round
         # does not wait for all attempts of all its responses.
         self._is_gone = False
-        self._loop = SharedLoop()
+        self._loop = SharedLoop("judges")
         self._session, self._places = self._loop.submit(self._open()).result()
 
     async def _open(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
@@ -163,7 +163,10 @@ class Endpoint:
         return printable(message)
 
     def close(self) -> None:
-        """Close the connection from any thread; whoever waits for a verdict gets an exception."""
+        """Close the connection; whoever waits for a verdict gets an exception.
+
+        Any thread may call it but that of the connections.
+        """
         self._loop.close(self._shut())
 
     async def _shut(self) -> None:
