@@ -108,6 +108,9 @@ def kill_at_random(
                         kills[kind] += 1
                         print(f"killed: {kind}, after step {newest_step(folder)}", flush=True)
                     due, kind = time.monotonic() + moments.uniform(0, longest_s), moments.choice(KINDS)
+                elif time.monotonic() >= due + longest_s:
+                    # A run on somebody else's cluster has no process of a node.
+                    kind = moments.choice(KINDS)
             # No event announces a process to kill; this wait also returns as soon as the trainer ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.1)
