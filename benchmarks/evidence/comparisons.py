@@ -98,25 +98,25 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "gsm8k-0.5b": _gsm8k(
         "16,000 samples raise Qwen2.5-0.5B-Instruct (published: 43.6 to 50.2).",
-        "The rise is within its interval.",
+        "The interval of the rise includes 0.",
         ("model.name=Qwen/Qwen2.5-0.5B-Instruct", "train.total_dialog_turns=16000"),
         "GPU of 24 GB, 23 GB, 0.3 hours",
     ),
     "gsm8k-1.5b-lora": _gsm8k(
         "Adapters of rank 32 raise Qwen2.5-1.5B-Instruct.",
-        "The rise is within its interval.",
+        "The interval of the rise includes 0.",
         ("+recipe=gpu_24gb",),
         "GPU of 24 GB, 17 GB, 0.5 hours",
     ),
     "gsm8k-1.5b": _gsm8k(
         "64,000 samples raise Qwen2.5-1.5B-Instruct (published elsewhere: 79.6).",
-        "The rise is within its interval.",
+        "The interval of the rise includes 0.",
         ("+recipe=gpu_80gb",),
         "GPU of 80 GB, 56 GB, 1.5 hours",
     ),
     "gsm8k-3b": _gsm8k(
         "64,000 samples raise Qwen2.5-3B-Instruct (published elsewhere: 86.1).",
-        "The rise is within its interval.",
+        "The interval of the rise includes 0.",
         (
             "+recipe=gpu_80gb",
             "model.name=Qwen/Qwen2.5-3B-Instruct",
