@@ -15,7 +15,6 @@ import pytest
 from key_use import read_keys
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_grpo import rewards
 from torchrl_grpo.cli.compose import composer, open_free_form
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.__main__ import files
@@ -25,6 +24,7 @@ from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import LOGGERS
 from torchrl_grpo.data.load import load
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards import registry
 from torchrl_grpo.rewards.reward_set import close_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,9 +114,9 @@ def test_help_names_every_choice_of_a_key() -> None:
 
 
 def test_help_names_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (DATASETS, ENVIRONMENTS, REWARDS, TOOLS, LOGGERS):
+    for names in (DATASETS, ENVIRONMENTS, REWARDS, TOOLS, LOGGERS):
         # As if one more was registered: a reward of correctness, for example.
-        monkeypatch.setitem(registry, "one_more", next(iter(registry.values())))
+        monkeypatch.setitem(names, "one_more", next(iter(names.values())))
     again = {
         module: runpy.run_path(str(ROOT / f"torchrl_grpo/config/{module}.py"))
         for module in ("schema", "schema_task")
@@ -192,10 +192,10 @@ def test_a_reward_judges_the_datasets_that_it_is_registered_for_and_no_others() 
             cfg = Config()
             cfg.env.dataset, cfg.reward.weights = dataset, {reward: 1.0}
             if dataset in registered.datasets:
-                assert rewards.registry.check_weights(cfg)
+                assert registry.check_weights(cfg)
             else:
                 with pytest.raises(ConfigError):
-                    rewards.registry.check_weights(cfg)
+                    registry.check_weights(cfg)
 
 
 # Commands that must be right

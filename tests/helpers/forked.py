@@ -5,8 +5,8 @@ and each script runs in a fork of it, with arguments, variables, a folder and an
 start about a hundred, so this saves five minutes of ``make test``.
 
 Only tests that start a process see what differs: what it does until it has imported and read ``config/``,
-its seed of hashes, which all forks share, what a full garbage collection looks through, and the end of the
-interpreter.
+its seed of hashes, which all forks share, what a full garbage collection looks through, the end of the
+interpreter, and that TorchRL takes Ray for missing.
 """
 
 from __future__ import annotations
