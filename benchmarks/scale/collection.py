@@ -272,7 +272,7 @@ PARTS = {
     ),
     "packing": Part(
         "first-fit decreasing", "groups", (1_024, 4_096, 16_384), _packing,
-        total, "s", repeats=3,
+        total, "s", repeats=7,
     ),
     "curriculum": Part(
         "1,000 draws by pass rate", "problems", (10_000, 100_000, 1_000_000), _draws, total, "s"

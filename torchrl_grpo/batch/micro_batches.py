@@ -262,30 +262,34 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
         Bins; the rows of each are in ascending order.
     """
     ascending = sorted(costs)
-    order = np.argsort([-costs[row] for row in ascending], kind="stable")
-    rows = [ascending[number] for number in order.tolist()]
+    sizes = np.array([costs[row] for row in ascending], dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    rows, descending = np.array(ascending, dtype=np.int64)[order].tolist(), sizes[order].tolist()
     # Two rows of more than half a bin never share one, so each of these opens its own.
-    bins = [[row] for row in rows if 2 * costs[row] > budget]
-    opened = len(bins)
+    opened = int((2 * sizes > budget).sum())
+    bins = [[row] for row in rows[:opened]]
     # A tree with the room of each bin in its leaves, and in each other node the larger of the two below it.
-    leaves = 1 << max(0, len(costs) - 1).bit_length()
+    levels = max(0, len(costs) - 1).bit_length()
+    leaves = 1 << levels
     room = [budget] * (2 * leaves)
-    room[leaves : leaves + opened] = (budget - costs[row] for row in rows[:opened])
-    for node in range(leaves - 1, 0, -1):
-        room[node] = max(room[2 * node], room[2 * node + 1])
-    for row in rows[opened:]:
-        cost, node = costs[row], 1
-        while node < leaves:
-            node *= 2
+    room[leaves : leaves + opened] = [budget - cost for cost in descending[:opened]]
+    for level in reversed(range(levels)):
+        first, below = 1 << level, 2 << level
+        room[first:below] = map(max, room[below : 2 * below : 2], room[below + 1 : 2 * below : 2])
+    for row, cost in zip(rows[opened:], descending[opened:], strict=True):
+        node = 1
+        # Most of the time is spent in these two loops. Addition is faster than multiplication, and a
+        # comparison is faster than max().
+        for _ in range(levels):
+            node += node
             if room[node] < cost:
                 node += 1
         if node - leaves == len(bins):
             bins.append([])
         bins[node - leaves].append(row)
-        room[node] -= cost
+        most = room[node] = room[node] - cost
         while node > 1:
-            most, other = room[node], room[node ^ 1]
-            # Faster than max() and node // 2 in the loop that takes most of the time.
+            other = room[node ^ 1]
             if other > most:
                 most = other
             node >>= 1
