@@ -83,9 +83,10 @@ def connect(
     timeout_s: float = 20.0,
     key: str = "secret",
     model: dict[str, Any] | None = None,
+    vocabulary: int = 1000,
 ) -> ServerEngine:
     connection = ServerConnection(server.address, key, timeout_s, server.kind.engine.api_key_variable)
-    requirements = replace(WANTED, model=model)
+    requirements = replace(WANTED, model=model, vocabulary=vocabulary)
     return ServerEngine(
         connection, server.kind.api, requirements=requirements, folder=tmp_path, timeout_s=timeout_s
     )
@@ -475,6 +476,10 @@ def test_a_log_probability_that_is_not_finite_is_nan() -> None:
     assert vllm_api._log_prob(-2.5, 1) == -2.5
 
 
+def _log_probs(*values: float) -> dict[str, Any]:
+    return {"content": [{"logprob": value, "rank": 1} for value in values]}
+
+
 class Hostile(FakeServer):
     """A server that has one answer for every prompt."""
 
@@ -492,17 +497,43 @@ class Hostile(FakeServer):
         ({"logprobs": None}, "Expected `object`, got `null`"),
         ({"logprobs": {"content": [{"rank": 1}]}}, "missing required field `logprob`"),
         (None, "no response: .*length 1"),
+        ({"token_ids": [], "logprobs": {"content": []}}, "a response without a token"),
+        ({"finish_reason": "error"}, "ended for the reason 'error'"),
+        ({"token_ids": [1] * 13, "logprobs": _log_probs(*[-1.0] * 13)}, "13 tokens, and 12 were the most"),
+        ({"token_ids": [-1]}, "the token -1, and the model has 64 tokens"),
+        ({"token_ids": [64]}, "the token 64, and the model has 64 tokens"),
+        ({"token_ids": [2**40]}, f"the token {2**40}, and"),
+        ({"logprobs": _log_probs(0.5)}, r"the log-probability 0\.5"),
+        ({"logprobs": _log_probs(-1e300)}, r"the log-probability -1e\+300"),
     ],
 )
 def test_an_answer_that_is_no_response_ends_the_server(
     choice: dict[str, Any] | None, why: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    server = Hostile(make_engine(tiny_model_dir), tmp_path / "socket")
-    entries = {"content": [{"logprob": -1.0, "rank": 1}]}
-    right = {"token_ids": [1], "logprobs": entries, "finish_reason": "stop", "weight_versions": None}
+    right = {"token_ids": [1], "logprobs": _log_probs(-1.0), "finish_reason": "stop", "weight_versions": None}
     choices = [] if choice is None else [right | choice]
-    server.content = json.dumps({"choices": choices, "usage": {"prompt_tokens": len(PROMPTS[0])}})
-    engine = connect(server, tmp_path)
+    content = json.dumps({"choices": choices, "usage": {"prompt_tokens": len(PROMPTS[0])}})
+    expect_lost(content, why, tiny_model_dir, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (" " * (2**24 + 2**16), "its answer is longer than"),
+        ('{"x": ' + "[" * 10**5, "no response: .*recursion"),
+    ],
+    ids=["long", "deep"],
+)
+def test_an_answer_without_an_end_ends_the_server(
+    content: str, why: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    expect_lost(content, why, tiny_model_dir, tmp_path)
+
+
+def expect_lost(content: str, why: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    server = Hostile(make_engine(tiny_model_dir), tmp_path / "socket")
+    server.content = content
+    engine = connect(server, tmp_path, vocabulary=64)
     engine.submit([Request("a", PROMPTS[0], 12, 0.0)])
     with pytest.raises(ServerLost, match=why):
         while not engine.step():

@@ -42,7 +42,7 @@ def test_share(gpus: int, utilization: float | None, share: float, monkeypatch: 
     cfg.inference_model.dtype = Dtype("bfloat16")
     cfg.inference_model.gpu_memory_utilization = utilization
     plan = placement.plan(build_request(cfg, asynchronous=False), gpus)
-    source = build.EngineSource("weights", "model", plan, [2], torch.bfloat16, True)
+    source = build.EngineSource("weights", "model", plan, [2], 100, torch.bfloat16, True)
     collect: Any = build.build_collector
     with pytest.raises(Enough):
         collect(cfg, source, None, SimpleNamespace(pad_token_id=0))

@@ -126,7 +126,7 @@ def make(tiny_model_dir: Path) -> Iterator[Any]:
         )
         plan = placement.plan(build_request(cfg, asynchronous=False), num_gpus=0)
         name, end = cfg.model.name, [tokenizer.eos_token_id]
-        source = EngineSource(name, name, plan, end, None, True, make_engine)
+        source = EngineSource(name, name, plan, end, len(tokenizer), None, True, make_engine)
         collectors.append(build_collector(cfg, source, env, tokenizer))
         publish(collectors[-1], 0)
         return collectors[-1]

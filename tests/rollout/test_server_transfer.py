@@ -24,7 +24,7 @@ def make_pool(way: str, chosen: str, age: int = 0) -> ServerPool:
     cfg = Config()
     cfg.inference_model.weight_transfer = WeightTransfer(chosen)
     cfg.collector.max_policy_age = age
-    spec = ServerSpec(cfg, "model", [], [0], 1, way, GPU, GPU, 4, 1, 0.5, [0], 1.0)
+    spec = ServerSpec(cfg, "model", [], [0], 1, way, GPU, GPU, 4, 1, 0.5, [0], 100, 1.0)
     pool = ServerPool(spec, 1)
     pool._members = [Mock()]
     return pool

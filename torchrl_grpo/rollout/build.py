@@ -61,6 +61,7 @@ class EngineSource:
             is given weights before it samples.
         plan: plan of the devices.
         eos_token_ids: tokens that end a response.
+        vocabulary: number of tokens that the model has.
         autocast_dtype: dtype of the trainer's autocast, for a reference model in separate processes.
         shares_prefix: whether the trainer computes a prompt once per group; the reference does the same.
         make_engine: function that builds an engine in this process: :func:`build_engine`, or one that builds
@@ -72,6 +73,7 @@ class EngineSource:
     model: str
     plan: Plan
     eos_token_ids: Sequence[int]
+    vocabulary: int
     autocast_dtype: torch.dtype | None
     shares_prefix: bool
     make_engine: MakeEngine = build_engine
@@ -149,6 +151,7 @@ def collector_with_servers(
         threads=divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[1],
         gpu_memory_utilization=plan.gpu_memory_utilization,
         eos_token_ids=source.eos_token_ids,
+        vocabulary=source.vocabulary,
         # A little less than the dispatcher's, so that the error says what is missing.
         start_limit_s=0.9 * max(START_LIMIT_S, cfg.collector.timeout_s),
     )

@@ -187,6 +187,7 @@ def _build(
         frozen=frozen,
         plan=plan,
         eos_token_ids=loading.end_token_ids(learner.model, tokenizer),
+        vocabulary=learner.model.get_input_embeddings().num_embeddings,
         autocast_dtype=learner.autocast_dtype,
         shares_prefix=learner.shares_prefix,
         make_engine=partial(build_data_parallel_engine, learner)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import queue
+import sys
 import tempfile
 import time
 import uuid
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference.checksums import Checksums, merge_ranks
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
+from torchrl_grpo.inference.servers.answers import fault_in
 from torchrl_grpo.inference.servers.api import ServerApi
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.model_identity import difference
@@ -45,6 +47,8 @@ _STEP_S = 0.2
 _QUIET_S = 30.0
 # A request that reaches the server after it was told to abort all is aborted this much later, in seconds.
 _ABORT_AGAIN_S = 0.2
+# Largest size of an answer: of what it has once, and for each token. vLLM takes about 200 bytes for a token.
+_ANSWER_BYTES, _TOKEN_BYTES = 2**24, 2**12
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class ServerRequirements:
         end_token_ids: tokens that end a response, for servers that need them in each request.
         model: description of the run's model, to be compared with that of the server's; None for a server
             that the run has started.
+        vocabulary: number of tokens that the run's model has.
     """
 
     dtype: torch.dtype
@@ -65,6 +70,7 @@ class ServerRequirements:
     max_model_len: int
     end_token_ids: tuple[int, ...] = ()
     model: Mapping[str, Any] | None = None
+    vocabulary: int = sys.maxsize
 
 
 class ServerEngine(SteppingEngine):
@@ -100,7 +106,7 @@ class ServerEngine(SteppingEngine):
     ) -> None:
         self._connection = connection
         self._api = api
-        self._end_token_ids = requirements.end_token_ids
+        self._end_token_ids, self._vocabulary = requirements.end_token_ids, requirements.vocabulary
         self._folder = folder
         self._timeout_s = timeout_s
         self._names = itertools.count()
@@ -137,7 +143,8 @@ class ServerEngine(SteppingEngine):
         for request in requests:
             name = str(next(self._names))
             self._running[name] = request
-            call = self._api.generate(request, self._end_token_ids)
+            most_bytes = _ANSWER_BYTES + _TOKEN_BYTES * request.max_new_tokens
+            call = replace(self._api.generate(request, self._end_token_ids), most_bytes=most_bytes)
             self._connection.send_later(call, partial(self._on_answer, name))
 
     def _on_answer(self, name: str | None, answer: Any) -> None:
@@ -198,11 +205,9 @@ class ServerEngine(SteppingEngine):
 
     def _completion(self, request: Request, answer: Any) -> Completion:
         sampled = self._api.sampled(request, answer)
-        tokens, log_probs = len(sampled.completion.token_ids), len(sampled.completion.log_probs)
-        if tokens != log_probs:
-            raise ServerLost(
-                f"{self._connection.address} answered with {tokens} tokens and {log_probs} log-probabilities"
-            )
+        fault = fault_in(sampled.completion, request.max_new_tokens, self._vocabulary)
+        if fault is not None:
+            raise ServerLost(f"{self._connection.address} answered with {fault}")
         named = self._weights_name is not None and sampled.completion.token_ids
         if named and sampled.weights != {self._weights_name}:
             raise ServerLost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -14,6 +15,7 @@ import msgspec
 
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime.http_body import BodyTooLong, read_body
 from torchrl_grpo.runtime.shared_loop import LoopClosed, SharedLoop
 
 _T = TypeVar("_T")
@@ -36,6 +38,7 @@ class Call:
         may_be_refused: whether status 400 is an answer like others.
         answer: type that the JSON of the answer is read as, and checked by. Entries that it lacks are not
             read, which makes long answers cheap. None for any JSON.
+        most_bytes: largest size of an answer that is read.
     """
 
     path: str
@@ -43,6 +46,7 @@ class Call:
     verb: str = "POST"
     may_be_refused: bool = False
     answer: type | None = None
+    most_bytes: int = 2**28
 
 
 class ServerLost(RuntimeError):
@@ -170,16 +174,20 @@ class ServerConnection:
                         f"inference_model.servers: {self.address} refuses the key; set "
                         f"{self._key_variable} to the key that the server was started with"
                     )
+                content = await read_body(answer, call.most_bytes)
                 if answer.status != 200 and not (call.may_be_refused and answer.status == 400):
-                    text = (await answer.text()).strip()
+                    text = content[:2000].decode(errors="replace").strip()
                     raise ServerLost(f"{where} answered {answer.status} {answer.reason}: {text[:500]}")
                 if call.answer is not None:
-                    return msgspec.json.decode(await answer.read(), type=call.answer)
+                    return msgspec.json.decode(content, type=call.answer)
                 # Some routes answer with a sentence or with nothing.
-                return await answer.json() if answer.content_type == _JSON else None
+                return json.loads(content) if answer.content_type == _JSON else None
         except TimeoutError as error:
             raise ServerLost(f"{where}: no answer within {timeout_s:g} s") from error
-        except msgspec.DecodeError as error:
+        except BodyTooLong as error:
+            raise ServerLost(f"{where}: its answer is {error}") from error
+        # Lists in lists without end are a RecursionError.
+        except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ServerLost(f"{where} answered with something that is no response: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{where}: {type(error).__name__} {error}".strip()) from error

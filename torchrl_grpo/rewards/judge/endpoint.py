@@ -13,6 +13,7 @@ import aiohttp
 
 from torchrl_grpo.config.judges import JudgeConfig
 from torchrl_grpo.rewards.judge.question import BadVerdict
+from torchrl_grpo.runtime.http_body import BodyTooLong, read_body
 from torchrl_grpo.runtime.printable import printable
 from torchrl_grpo.runtime.shared_loop import LoopClosed, SharedLoop
 
@@ -118,6 +119,8 @@ class Endpoint:
                     return text, read(text)
                 except BadVerdict as error:
                     failure = _Failure(f"the judge's answer is no verdict: {error}")
+                except BodyTooLong as error:
+                    failure = _Failure(f"the judge's answer is {error}")
                 except _Failure as error:
                     failure = error
                 self._is_gone &= failure.is_silent
@@ -138,7 +141,7 @@ class Endpoint:
         try:
             # Prompts and the key would go to wherever a redirect names.
             async with self._session.post(self._url, json=body, allow_redirects=False) as answer:
-                content = await _read(answer)
+                content = await read_body(answer, _MOST_BYTES)
                 if self._key is not None and len(self._key) >= _SHORTEST_SECRET:
                     # An endpoint may repeat it, and answers are kept.
                     content = content.replace(self._key.encode(), b"[key]")
@@ -183,16 +186,6 @@ def result(future: Future[_T]) -> _T:
         return future.result()
     except CancelledError as error:
         raise JudgeError("the connection to the judge was closed") from error
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    parts, size = [], 0
-    async for part in answer.content.iter_chunked(2**16):
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_BYTES:
-            raise _Failure(f"the judge's answer is longer than {_MOST_BYTES:,} bytes")
-    return b"".join(parts)
 
 
 def _retry_after(answer: aiohttp.ClientResponse) -> float | None:

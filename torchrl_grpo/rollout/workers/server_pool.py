@@ -64,6 +64,7 @@ class ServerSpec:
         threads: CPU threads of each server.
         gpu_memory_utilization: share of a GPU's memory that a server takes.
         eos_token_ids: tokens that end a response.
+        vocabulary: number of tokens that the model has.
         start_limit_s: seconds within which a server must be ready.
     """
 
@@ -79,6 +80,7 @@ class ServerSpec:
     threads: int
     gpu_memory_utilization: float
     eos_token_ids: Sequence[int]
+    vocabulary: int
     start_limit_s: float
 
     @property
@@ -165,6 +167,7 @@ class _Member:
             options.max_model_len,
             tuple(spec.eos_token_ids),
             self._pool.model,
+            spec.vocabulary,
         )
         engine = self.engine = ServerEngine(
             self._connection,
