@@ -120,6 +120,22 @@ def test_groups_that_wait_are_scored_together_in_their_order(threads: int, calls
     assert scored == calls
 
 
+@pytest.mark.parametrize(("threads", "taken"), [(1, [0, 1, 2]), (2, [0, 1]), (4, [0])])
+def test_a_call_leaves_groups_to_threads_without_work(threads: int, taken: list[int]) -> None:
+    """Otherwise a call that hangs would hold up groups that others could score."""
+    scored = list[int]()
+
+    def keep(groups: Sequence[Group]) -> list[ScoredGroup]:
+        scored.extend(group.group_id for group in groups)
+        return []
+
+    made = make_dispatcher(Pool(True), score_rewards=keep, reward_threads=threads, groups_per_call=3)
+    made._waiting.extend([Group(number, [1], number, [])] for number in range(4))
+    made._score_waiting()
+    made.close()
+    assert scored == taken
+
+
 def test_groups_that_are_scored_together_keep_their_own_numbers_of_the_reference() -> None:
     gate = threading.Event()
 

@@ -65,8 +65,8 @@ class Dispatcher:
         make_scored: function that makes a finished group from its number and the version of the weights that
             were published last. If it is given, workers generate no groups.
         reward_threads: number of calls of ``score_rewards`` at a time, without ``trainer_thread``.
-        groups_per_call: largest number of groups in such a call. Groups are taken together if they wait,
-            because all threads are busy.
+        groups_per_call: largest number of groups in such a call. Groups are taken together if more wait than
+            there are threads without work.
     """
 
     def __init__(
@@ -110,8 +110,10 @@ class Dispatcher:
             reward_threads, thread_name_prefix="rewards"
         )
         self._groups_per_call = groups_per_call
-        # Groups that no thread has taken yet, one or a whole round at a time, and the lock for taking them.
+        # Groups that no thread has taken yet, one or a whole round at a time; the number of threads that have
+        # none; and the lock for taking them.
         self._waiting: deque[Sequence[Group]] = deque()
+        self._idle = reward_threads
         self._taking = threading.Lock()
         # By number of the group.
         self._references: dict[int, Future[Any]] = {}
@@ -421,10 +423,16 @@ class Dispatcher:
 
     def _score_waiting(self) -> tuple[Sequence[ScoredGroup], float]:
         with self._taking:
-            count = min(self._groups_per_call, len(self._waiting))
+            # Other threads without work get their part, so that a call that hangs holds up few groups.
+            count = min(self._groups_per_call, -(-len(self._waiting) // self._idle))
             groups = [group for _ in range(count) for group in self._waiting.popleft()]
+            self._idle -= 1
         start = time.perf_counter()
-        return self._score_rewards(groups) if groups else [], time.perf_counter() - start
+        try:
+            return self._score_rewards(groups) if groups else [], time.perf_counter() - start
+        finally:
+            with self._taking:
+                self._idle += 1
 
     def _on_rewarded(self, groups: Sequence[ScoredGroup], seconds: float) -> None:
         self.stats.score_seconds += seconds
