@@ -151,7 +151,9 @@ class PassRateStream(CountedStream):
     def learned_state(self) -> dict[str, Any]:
         """Return the pass rates and the chosen problems, as values of JSON."""
         with self._lock:
-            return {"rates": sorted(self._rates.items()), "chosen": sorted(self._chosen.items())}
+            rates, chosen = list(self._rates.items()), list(self._chosen.items())
+        # Sorting a million of them takes a second, and a draw would wait for the lock.
+        return {"rates": sorted(rates), "chosen": sorted(chosen)}
 
     def load_learned_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`learned_state`."""
