@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.chat import prompt_pictures
+from torchrl_grpo.envs.chat import prompt_pictures, render_text
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.models.lora import merged_weights
@@ -269,7 +269,7 @@ class Collector:
     def _round(self, groups: Sequence[ScoredGroup], seconds: dict[str, float]) -> Round:
         return build_round(
             groups,
-            [self.env.prompt(scored.group.group_id).text for scored in groups],
+            [render_text(self.env.tokenizer, self.env.stream.at(each.group.group_id)) for each in groups],
             reward_names=self.env.reward_set.names,
             pad_token_id=self.source.tokenizer.pad_token_id,
             seconds=seconds,
