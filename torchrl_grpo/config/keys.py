@@ -201,9 +201,11 @@ class KeyBook:
         same_name = [known for known in self.leaves if known.rsplit(".", 1)[-1] == last]
         candidates = same_name or ([] if section in self.sections else list(self.leaves))
         # A key of the same name in another section is meant, however the sections differ.
-        close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same_name else _WHOLE_KEY)
-        if close:
-            return close[0]
+        close = difflib.get_close_matches(key, candidates, n=3, cutoff=0.0 if same_name else _WHOLE_KEY)
+        # Names that have only their section in common mean different things.
+        for known in close:
+            if difflib.get_close_matches(last, [known.rpartition(".")[2]], cutoff=_IN_SECTION):
+                return known
         names = {known.rsplit(".", 1)[-1]: known for known in self.leaves}
         close = difflib.get_close_matches(last, names, n=1, cutoff=_IN_ANY_SECTION)
         return names[close[0]] if close else None

@@ -36,8 +36,8 @@ _TAKEN = "TORCHRL_GRPO_GPU_MEMORY_IN_USE"
 _BFLOAT16_CAPABILITY = (8, 0)
 
 _ON_CPU = (
-    "run on the CPU: make setup ACCELERATOR=cpu, or write CUDA_VISIBLE_DEVICES= before the command and "
-    "inference_model.backend=transformers in it"
+    "run on the CPU: make setup ACCELERATOR=cpu, or write CUDA_VISIBLE_DEVICES= before the command and take "
+    "an engine that runs there (inference_model.backend)"
 )
 
 # Variables that configure PyTorch's allocator; the first has precedence.

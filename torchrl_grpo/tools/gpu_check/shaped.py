@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from torchrl_grpo.config.engines import reference_engine
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.tools.gpu_check import runs
@@ -24,7 +25,7 @@ _ON_CPU = (
     "env.repeats=4",
     "inference_model.max_new_tokens=8",
     "inference_model.max_model_len=128",
-    "inference_model.backend=transformers",
+    f"inference_model.backend={reference_engine()}",
 )
 # A GPU of 24 or 80 GB has a little less.
 _USABLE = 0.9
