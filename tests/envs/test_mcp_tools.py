@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -13,15 +14,16 @@ from typing import Any
 
 import pytest
 from chat_families import FAMILIES
-from one_host import one_host  # noqa: F401  a fixture
 from process_ends import error_in_time, processes_with, wait_for_end
 from transformers import AutoTokenizer
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.envs.episodes import build
 from torchrl_grpo.envs.episodes.build import check_environment, with_episodes, with_prompts
 from torchrl_grpo.envs.episodes.offers import offer_of, open_host
+from torchrl_grpo.envs.episodes.processes import EpisodeHost
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.tools.offered import offered_tool
 from torchrl_grpo.errors import ConfigError
@@ -44,10 +46,11 @@ LISTS = {
     "other arguments": [{**act, "inputSchema": {"type": "object"}}],
     "another text": [{**act, "description": "Act otherwise."}],
 }
-kind, pages = sys.argv[1], 0
+here, pages = pathlib.Path(__file__).parent, 0
+kind = (here / "kind").read_text()
 if kind.startswith("later "):
     # It is another server to the second connection.
-    known = pathlib.Path(__file__).with_name("known")
+    known = here / "known"
     kind = kind.removeprefix("later ")
     if not known.exists():
         kind = "well" if kind == "turned" else "alone"
@@ -133,17 +136,10 @@ uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
 class Calls:
     """Calls tools of a server without a model."""
 
-    def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: Config, host: EpisodeHost) -> None:
+        self.cfg, self.host = cfg, host
         check_environment(cfg)
-        host = open_host(cfg, [])
-        assert host is not None
-        self.host = host
-        try:
-            self.tools = offer_of(cfg, [], host).tools
-        except BaseException:
-            host.close()
-            raise
+        self.tools = offer_of(cfg, [], host).tools
 
     def episode(self) -> EpisodeRunner:
         options = RunnerOptions(
@@ -163,25 +159,54 @@ def call(runner: EpisodeRunner, how: str) -> str:
     return str(message["content"])
 
 
+Hostile = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("server") / "hostile.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+def configuration(program: Path, kind: str, **keys: Any) -> Config:
+    """Have servers that start from now on be of a kind."""
+    program.with_name("kind").write_text(kind)
+    cfg = Config()
+    cfg.env.tools, cfg.env.tool_timeout_s = [f"mcp:{sys.executable} {program}"], 2.0
+    for name, value in keys.items():
+        setattr(cfg.env, name, value)
+    return cfg
+
+
 @pytest.fixture
-def hostile(tmp_path: Path) -> Callable[..., Config]:
-    (tmp_path / "hostile.py").write_text(HOSTILE)
+def hostile(program: Path) -> Hostile:
+    program.with_name("known").unlink(missing_ok=True)
+    return functools.partial(configuration, program)
 
-    def of_kind(kind: str, **keys: Any) -> Config:
-        cfg = Config()
-        cfg.env.tools = [f"mcp:{sys.executable} {tmp_path}/hostile.py '{kind}'"]
-        for name, value in keys.items():
-            setattr(cfg.env, name, value)
-        return cfg
 
-    return of_kind
+def new_host(cfg: Config) -> EpisodeHost:
+    host = open_host(cfg, [])
+    assert host is not None
+    return host
+
+
+@pytest.fixture(scope="module")
+def host(program: Path) -> Iterator[EpisodeHost]:
+    """One for all kinds of servers: a process takes a second of a core to import the protocol."""
+    with contextlib.closing(new_host(configuration(program, "well"))) as made:
+        yield made
 
 
 @pytest.fixture
-def calls(hostile: Callable[..., Config]) -> Iterator[Calls]:
-    made = Calls(hostile("well", tool_timeout_s=2.0, allowed_tools=["act"]))
-    yield made
-    made.host.close()
+def one_host(host: EpisodeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "open_host", lambda cfg, own_tools: host)
+    monkeypatch.setattr(host, "close", lambda: None)
+
+
+@pytest.fixture
+def calls(hostile: Hostile, host: EpisodeHost) -> Calls:
+    return Calls(hostile("well", allowed_tools=["act"]), host)
 
 
 @pytest.mark.slow
@@ -204,12 +229,13 @@ def test_a_hostile_server_costs_a_call_and_nothing_else(calls: Calls) -> None:
         assert call(runner, how).startswith("error: ")
         assert call(runner, "well") == "well done"
     assert runner.record.error is None and runner.record.tool_errors == 7
+    runner.close()
 
 
 @pytest.mark.slow
-def test_each_episode_has_a_server_that_ends_with_it(calls: Calls, tmp_path: Path) -> None:
+def test_each_episode_has_a_server_that_ends_with_it(calls: Calls, program: Path) -> None:
     def servers() -> set[int]:
-        return processes_with(f"{tmp_path}/hostile.py")
+        return processes_with(str(program))
 
     first, second = calls.episode(), calls.episode()
     # That of the start has ended, and a server is started by the first call.
@@ -236,8 +262,7 @@ def test_a_server_of_the_official_package_is_reached_by_its_url() -> None:
         cfg.env.tools = [f"mcp:http://127.0.0.1:{int(process.stdout.readline())}/mcp"]
         # One call takes all of it.
         cfg.env.tool_timeout_s = 4.0
-        made = Calls(cfg)
-        at_the_end.callback(made.host.close)
+        made = Calls(cfg, at_the_end.enter_context(contextlib.closing(new_host(cfg))))
         (tool,) = made.tools
         function = tool.schema["function"]
         assert (function["description"], function["parameters"]["required"]) == ("Do it.", ["how"])
@@ -255,9 +280,9 @@ def test_a_server_of_the_official_package_is_reached_by_its_url() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"), [("none", "offers no tool"), ("nameless", r"asking mcp:.* what it offers failed")]
 )
-def test_a_server_without_tools_is_refused(hostile: Callable[..., Config], kind: str, why: str) -> None:
+def test_a_server_without_tools_is_refused(hostile: Hostile, host: EpisodeHost, kind: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        Calls(hostile(kind))
+        Calls(hostile(kind), host)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +317,7 @@ def test_an_offer_that_is_no_description_of_a_tool_is_refused(changes: dict[str,
 
 
 @pytest.mark.slow
-def test_text_of_control_tokens_in_a_description_is_refused(
-    hostile: Callable[..., Config], tiny_model_dir: Path
-) -> None:
+def test_text_of_control_tokens_in_a_description_is_refused(hostile: Hostile, tiny_model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     problems = Problems([Example("x", [{"role": "user", "content": "-"}])], [])
     with pytest.raises(ConfigError, match=r"has <\|im_end\|>, which is a control token"):
@@ -319,7 +342,8 @@ def test_text_of_control_tokens_in_a_description_is_refused(
     ],
 )
 def test_tools_that_are_others_when_an_engine_starts_are_refused(
-    hostile: Callable[..., Config],
+    hostile: Hostile,
+    program: Path,
     tiny_model_dir: Path,
     tmp_path: Path,
     kind: str,
@@ -334,7 +358,7 @@ def test_tools_that_are_others_when_an_engine_starts_are_refused(
             tokenizer.save_pretrained(describing)
             (describing / "config.json").write_text('{"model_type": "llama"}')
             # The server's first connection again.
-            (tmp_path / "known").unlink()
+            program.with_name("known").unlink()
         cfg.model.name = str(folder)
         problems = Problems([Example("x", [{"role": "user", "content": "-"}])], [])
         (example,) = with_prompts(cfg, problems, tokenizer).train
@@ -348,16 +372,14 @@ def test_tools_that_are_others_when_an_engine_starts_are_refused(
 
 
 @pytest.mark.slow
-def test_an_endless_list_is_read_to_a_bound(hostile: Callable[..., Config]) -> None:
-    made = Calls(hostile("pages"))
-    made.host.close()
-    assert len(made.tools) == 16
+def test_an_endless_list_is_read_to_a_bound(hostile: Hostile, host: EpisodeHost) -> None:
+    assert len(Calls(hostile("pages"), host).tools) == 16
 
 
 @pytest.mark.slow
-def test_a_tool_that_no_server_offers_cannot_be_allowed(hostile: Callable[..., Config]) -> None:
+def test_a_tool_that_no_server_offers_cannot_be_allowed(hostile: Hostile, host: EpisodeHost) -> None:
     with pytest.raises(ConfigError, match=r"no server offers 'act2'; they offer act, other"):
-        Calls(hostile("well", allowed_tools=["act2"]))
+        Calls(hostile("well", allowed_tools=["act2"]), host)
 
 
 def test_a_program_that_is_not_there_is_refused_before_anything_starts() -> None:
