@@ -106,8 +106,8 @@ def place_roles(cfg: Config, request: Request, hardware: Hardware, shape: ModelS
     plan = replace(plan, offload_optimizer=_offloads(cfg, plan, shape, hardware))
     budget = token_budget.choose(cfg, plan, shape, hardware)
     plan = replace(plan, token_budget=budget.tokens)
-    prediction = None
-    if isinstance(shape, ModelShape):
+    prediction = budget.prediction
+    if prediction is None and isinstance(shape, ModelShape):
         prediction = memory.predict(token_budget.with_budget(cfg, budget.tokens), plan, shape, hardware)
     planned = Planned(cfg, plan, request.asynchronous, hardware, shape, prediction, budget)
     if not cfg.inference_model.engine.has_known_needs or plan.inference.placement == "servers":

@@ -8,6 +8,7 @@ products are no faster there.
 from __future__ import annotations
 
 import copy
+import functools
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.models.shape import ModelShape, Unknown
 from torchrl_grpo.planning import memory
 from torchrl_grpo.planning.plan import Plan
-from torchrl_grpo.planning.prediction import GIB
+from torchrl_grpo.planning.prediction import GIB, Prediction
 from torchrl_grpo.planning.workload import workload_of
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -32,10 +33,17 @@ _PHASES = ("prepare", "optimize")
 
 @dataclass(frozen=True)
 class Budget:
-    """The largest number of tokens in a micro-batch, and the reason for users."""
+    """The largest number of tokens in a micro-batch, and why.
+
+    Attributes:
+        tokens: number of tokens.
+        why: reason for users.
+        prediction: memory of the plan with this budget, if the memory decides.
+    """
 
     tokens: int
     why: str
+    prediction: Prediction | None = None
 
 
 def choose(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardware) -> Budget:
@@ -59,23 +67,27 @@ def choose(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardw
     whole = workload_of(with_budget(cfg, _NO_BOUND), plan.num_ranks).tokens
     choices = [least, *range(_STEP * (least // _STEP + 1), min(MOST, whole) + _STEP, _STEP)]
 
+    @functools.cache
+    def predict(tokens: int) -> Prediction:
+        return memory.predict(with_budget(cfg, tokens), plan, shape, hardware)
+
     def exceeds(tokens: int) -> bool:
-        prediction = memory.predict(with_budget(cfg, tokens), plan, shape, hardware)
         return any(
-            gib is not None and prediction.need(name, phase) > _SHARE * gib * GIB
+            gib is not None and predict(tokens).need(name, phase) > _SHARE * gib * GIB
             for name, gib in sizes.items()
             for phase in _PHASES
         )
 
     fitting = bisect_right(choices, False, key=exceeds)
     if fitting == 0:
-        return Budget(least, f"the least: the longest texts take more than {_SHARE:.0%} of a GPU's memory")
+        why = f"the least: the longest texts take more than {_SHARE:.0%} of a GPU's memory"
+        return Budget(least, why, predict(least))
     tokens = choices[fitting - 1]
     if tokens == choices[-1]:
         why = "the whole step at once" if tokens >= whole else "more gains nothing"
     else:
         why = f"the longest texts then take at most {_SHARE:.0%} of a GPU's memory"
-    return Budget(tokens, why)
+    return Budget(tokens, why, predict(tokens))
 
 
 def with_budget(cfg: Config, tokens: int) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import os
 import re
@@ -126,6 +127,7 @@ class Hardware:
         return known is None or known >= _BFLOAT16_CAPABILITY
 
 
+@functools.cache
 def _number(device: str) -> int | None:
     """Return the number of a GPU by its name; None for other devices."""
     return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None

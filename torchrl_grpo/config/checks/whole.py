@@ -244,14 +244,18 @@ def _check_batches(cfg: Config) -> None:
         fix = f"one of {', '.join(sizes)}, or null for the whole round"
         raise bad_value("train.optim_batch_size", batch, wrong, fix)
     steps, groups = train.gradient_accumulation_steps, batch // env.repeats
-    possible = [n for n in range(1, batch + 1) if groups % n == 0 or (n % groups == 0 and batch % n == 0)]
     key = "train.gradient_accumulation_steps"
-    if steps not in possible:
+
+    def is_possible(n: int) -> bool:
+        return groups % n == 0 or (n % groups == 0 and batch % n == 0)
+
+    if not (1 <= steps <= batch and is_possible(steps)):
         wrong = (
             f"it must divide the {groups} groups of an optimizer batch of {batch} samples, or be that number "
             f"times a divisor of env.repeats={env.repeats}"
         )
-        raise bad_value(key, steps, wrong, f"{key}={max(n for n in possible if n <= max(steps, 1))}")
+        smaller = range(min(max(steps, 1), batch), 0, -1)
+        raise bad_value(key, steps, wrong, f"{key}={next(filter(is_possible, smaller))}")
     budget, longest = train.max_tokens_per_microbatch, cfg.inference_model.max_model_len
     key = "train.max_tokens_per_microbatch"
     if budget is not None and budget < longest:
