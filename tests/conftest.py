@@ -57,6 +57,8 @@ PARTS = {
         "inference/test_parallel_server",
         "inference/test_sglang_server",
         "docs/test_benchmarks",
+        # Its processes are forks of one that has imported vLLM.
+        "envs/test_torchrl_episodes",
     ),
 }
 PART_OF = {f"tests/{name}.py": part for part, names in PARTS.items() for name in names}

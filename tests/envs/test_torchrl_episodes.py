@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from one_host import one_host  # noqa: F401  a fixture
+from forked import preload_vllm
+from forked_server import forked_processes
+from one_host import OpenHost, one_host  # noqa: F401  a fixture
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
@@ -87,14 +89,19 @@ def test_a_batch_of_several_is_refused() -> None:
         TorchRLEpisode(ChatEnv(batch_size=[2]))
 
 
-@pytest.mark.usefixtures("one_host")
-def test_torchrl_s_countdown_trains(config: Config, train: Runner, tmp_path: Path) -> None:
+def test_torchrl_s_countdown_trains(
+    config: Config, train: Runner, tmp_path: Path, one_host: OpenHost
+) -> None:
     config.env.dataset = "torchrl_grpo.envs.episodes.torchrl_env:problems"
     config.env.data_path, config.env.task_args = None, {"size": 20}
     config.env.environment = "torchrl.envs.llm:CountdownEnv"
     config.env.environment_args = {"num_count": 3}
     config.reward.weights = {}
     config.inference_model.max_model_len, config.inference_model.max_new_tokens = 800, 8
+    preload_vllm()
+    with forked_processes():
+        # The run gets this one.
+        one_host(config, [])
     lines = train("run", train__total_dialog_turns=16)
     rows = read(tmp_path / "run/rollouts.jsonl")
     assert len({row["prompt"] for row in rows}) == 4 and "Using the numbers [" in rows[0]["prompt"]

@@ -1,10 +1,13 @@
 """Servers of vLLM as forks of a process that has imported vLLM, which takes ten seconds of a core.
 
-A test of the command itself starts a real one: tests/inference/test_vllm_server.py.
+Supervised processes (:mod:`torchrl_grpo.runtime.supervised`) can be forks of it, too, so that a reward
+model or a chat of TorchRL need not import torch and vLLM again. Tests of the commands themselves start real
+ones: tests/inference/test_vllm_server.py and tests/runtime/test_supervised.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -23,39 +26,46 @@ from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.servers.lifetime import READY_VARIABLE
 from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.runtime import supervised
 
 
 def start_server(launch: Launch, log: Path) -> ServerProcess:
     """Start a server; its processes are forks of each other, too."""
     preload_vllm()
     launch = dataclasses.replace(launch, words=forking_words(launch.words))
-    with mock.patch.object(subprocess, "Popen", _ForkedServer):
+    with forked_processes():
         return ServerProcess(VLLM, launch, environment={"OMP_NUM_THREADS": "1"}, log=log)
 
 
-class _ForkedServer(ForkedPopen):
-    """The part of ``subprocess.Popen`` that a server is started with."""
+def forked_processes() -> contextlib.AbstractContextManager[object]:
+    """Inside this context, servers and supervised processes start as forks."""
+    return mock.patch.object(subprocess, "Popen", _ForkedProcess)
+
+
+class _ForkedProcess(ForkedPopen):
+    """The part of ``subprocess.Popen`` that a server or a supervisor is started with."""
 
     def __init__(
         self,
         command: Sequence[str],
         *,
         env: dict[str, str],
-        stdout: IO[bytes],
         pass_fds: Sequence[int],
         stdin: int,
-        stderr: IO[bytes],
         start_new_session: bool,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
     ) -> None:
         assert command[0] == sys.executable and stdin == subprocess.PIPE
         assert stdout is stderr and start_new_session
-        (ready,) = pass_fds
+        (passed,) = pass_fds
+        output = 2 if stdout is None else stdout.fileno()
         read, write = os.pipe()
         self.stdin = os.fdopen(write, "wb")
         # Only connections reach a fork.
         ends = [
             Connection(read, writable=False),
-            *(Connection(os.dup(number), readable=False) for number in (stdout.fileno(), ready)),
+            *(Connection(os.dup(number), readable=False) for number in (output, passed)),
         ]
         ensure_running()
         self._process = CONTEXT.Process(target=_serve, args=(command[1:], env, *ends))
@@ -65,7 +75,7 @@ class _ForkedServer(ForkedPopen):
 
 
 def _serve(
-    argv: list[str], environment: dict[str, str], stdin: Connection, output: Connection, ready: Connection
+    argv: list[str], environment: dict[str, str], stdin: Connection, output: Connection, passed: Connection
 ) -> None:
     import torch
 
@@ -75,4 +85,13 @@ def _serve(
     if environment.get("TORCH_COMPILE_DISABLE") == "1":
         torch.compiler.set_stance("force_eager")
     tempfile.tempdir = None
-    run_in_fork(argv, str(Path.cwd()), {**environment, READY_VARIABLE: str(ready.fileno())})
+    if supervised.__name__ in argv:
+        # The process that forks is the supervisor's parent, and the socket has another number here.
+        module = argv[argv.index(supervised.__name__) + 3 :]
+        argv = [__file__, str(os.getppid()), str(passed.fileno()), *module]
+    run_in_fork(argv, str(Path.cwd()), {**environment, READY_VARIABLE: str(passed.fileno())})
+
+
+if __name__ == "__main__":
+    parent, number, module, *arguments = sys.argv[1:]
+    supervised.main(int(parent), int(number), module, arguments)

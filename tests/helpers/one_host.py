@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -11,9 +11,11 @@ from torchrl_grpo.envs.episodes import build, offers
 from torchrl_grpo.envs.episodes.processes import EpisodeHost
 from torchrl_grpo.envs.episodes.tools.tool import Tool
 
+OpenHost = Callable[[Config, Sequence[Tool]], EpisodeHost]
+
 
 @pytest.fixture
-def one_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenHost]:
     """The test has one list of tools and one environment. Importing what they need takes most of the time."""
     hosts: list[EpisodeHost] = []
 
@@ -26,6 +28,6 @@ def one_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return hosts[0]
 
     monkeypatch.setattr(build, "open_host", open_once)
-    yield
+    yield open_once
     for host in hosts:
         EpisodeHost.close(host)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_server import forked_processes
 from tiny_model import build_tiny_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -204,8 +205,11 @@ def test_a_score_that_is_no_number_is_an_error(rewards: RewardSet, monkeypatch: 
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_starts(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"reward\.functions\.rm=hf:.*cannot be loaded.*correct it, or reward\.args"
+    with (
+        forked_processes(),
+        pytest.raises(
+            ConfigError, match=r"reward\.functions\.rm=hf:.*cannot be loaded.*correct it, or reward\.args"
+        ),
     ):
         build_reward_set(config(tmp_path))
 
