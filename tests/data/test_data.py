@@ -745,5 +745,17 @@ def test_local_files_load_without_torch_or_a_hub_client(tmp_path: Path) -> None:
     assert done.stdout.strip() == "7 []"
 
 
+@pytest.mark.slow
+def test_reasoning_gym_imports_what_draws_for_the_tasks_that_compute_with_it() -> None:
+    code = (
+        "import sys; from torchrl_grpo.data.gym_library import reasoning_gym\n"
+        "print('matplotlib' in sys.modules)\n"
+        "game = reasoning_gym.create_dataset('game_of_life', size=1, seed=0)\n"
+        "import cellpylib; print(game.score_answer(game[0]['answer'], game[0]), hasattr(cellpylib, 'plot'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["False", "1.0", "True"]
+
+
 def test_rows_say_where_they_are() -> None:
     assert sources.Row({}, 17, "f.jsonl").where == "row 17 of f.jsonl"
