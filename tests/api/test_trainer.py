@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -503,15 +500,9 @@ def test_a_script_that_a_launcher_starts_twice_trains_as_one_process(
         "accelerate.commands.launch": ["--config_file", str(repo_root / "config/accelerate/multi_gpu.yaml")],
     }[launcher]
     words = [*how, str(script), str(folder), json.dumps(OF_SCRIPT), str(tiny_model_dir)]
-    if launcher == LAUNCHERS[int(os.environ.get("TEST_SEED", "0")) % 2]:
-        # As a user starts it. Each commit has one of the two so, and the other in forks.
-        words = [sys.executable, "-m", launcher, *words]
-        environment = {**os.environ, "PYTHONPATH": str(repo_root)}
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-        )
-    else:
-        done = run_launcher(launcher, *words, cwd=tmp_path)
+    # Ranks are forks. tests/distributed/test_ranks.py has real ones, and tests/docs/test_notebooks.py a real
+    # process that trains from Python.
+    done = run_launcher(launcher, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     alone_lines, two = (
         [unmeasured(line) for line in read(place / "metrics.jsonl")] for place in (alone, folder)
