@@ -124,11 +124,11 @@ def test_running_ahead_keeps_the_bound_and_the_books(
         collector__partial_rollout=partial,
         inference_model__num_devices=workers,
         inference_model__max_new_tokens=12,
-        train__total_dialog_turns=96,
+        train__total_dialog_turns=64,
         eval__frequency=0,
         eval__num_problems=0,
     )
-    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert [line["step"] for line in lines] == list(range(1, 5))
     ages = [line["policy/age_max"] for line in lines]
     assert 1 <= max(ages) <= 2 and ages[0] == 0
     for line in lines:
@@ -140,9 +140,9 @@ def test_running_ahead_keeps_the_bound_and_the_books(
         assert sum(shares.values()) == pytest.approx(1.0)
         assert sum(age * share for age, share in shares.items()) == pytest.approx(line["policy/age_mean"])
     books = groups(tmp_path / "run")
-    assert books["trained"] == 24
+    assert books["trained"] == 16
     trained = [row["group_id"] for row in read(tmp_path / "run/rollouts.jsonl")]
-    assert len(set(trained)) == 24 and len(trained) == 96, "no group is trained on twice"
+    assert len(set(trained)) == 16 and len(trained) == 64, "no group is trained on twice"
     if update == "drain" and not partial:
         assert all(line["policy/mixed"] == 0 for line in lines), "whole groups come of one version"
 

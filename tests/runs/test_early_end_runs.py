@@ -26,8 +26,9 @@ STEPS = 12
 
 
 @pytest.fixture(autouse=True)
-def held_out_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def held_out_values(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let evaluations measure ``VALUES``, whatever the model answers."""
+    config.inference_model.max_new_tokens = config.eval.num_problems = 2
     evaluate, measure = Session.evaluate, Evaluator.__call__
     step = 0
 

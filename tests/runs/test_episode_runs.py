@@ -68,7 +68,7 @@ def talk(config: Config, tiny_model_dir: Path, tmp_path: Path) -> Config:
     # Larger steps may teach this model never to end a turn.
     config.optimizer.lr = 1e-3
     config.reward.weights = {}
-    config.inference_model.max_model_len, config.inference_model.max_new_tokens = 640, 80
+    config.inference_model.max_model_len, config.inference_model.max_new_tokens = 640, 40
     config.train.total_dialog_turns = 32
     return config
 
@@ -139,7 +139,7 @@ def test_two_ranks_follow_one(talk: Config, train: Runner, repo_root: Path, tmp_
         f"env.environment={talk.env.environment}",
         f"env.tools=[{','.join(talk.env.tools)}]",
         "env.max_turns=4 env.num_envs=4 env.repeats=4 env.answer_format=plain",
-        "inference_model.max_model_len=640 inference_model.max_new_tokens=80",
+        "inference_model.max_model_len=640 inference_model.max_new_tokens=40",
         "inference_model.dtype=float32",
         "inference_model.backend=transformers train_model.autocast='no' optimizer.lr=0.001",
         "optimizer.eps=0.01 eval.frequency=2 eval.num_problems=6 train.total_dialog_turns=32",
