@@ -6,7 +6,7 @@ start about a hundred, so this saves five minutes of ``make test``.
 
 Only tests that start a process see what differs: what it does until it has imported and read ``config/``,
 its seed of hashes, which all forks share, what a full garbage collection looks through, the end of the
-interpreter, and that TorchRL takes Ray for missing.
+interpreter, that TorchRL takes Ray for missing, and that no run draws ``report.png``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ _PRELOADED = [
     "torchrl_grpo.distributed.ranks",
     "torchrl_grpo.inference.transformers_engine",
     "transformers.models.llama.modeling_llama",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "deepspeed",
     "done_before_forks",
 ]
