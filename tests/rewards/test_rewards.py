@@ -38,6 +38,7 @@ from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool
 from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
+from torchrl_grpo.runtime import hardware
 
 TESTS = Path(__file__).resolve().parents[1]
 HANG = "jobs:hang"
@@ -428,6 +429,12 @@ def test_workers_share_the_calls_of_many_threads() -> None:
         pool.close()
     with pytest.raises(JobError, match="closed"):
         pool.call({"answer": "pid"})
+
+
+def test_more_workers_than_fit_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "available_gib", lambda: 4.0)
+    with pytest.raises(ConfigError, match=r"reward.workers=100: .* need about 5 GiB, and 4.0 .*=40, or let"):
+        WorkerPool(HANG, size=100, timeout_s=2.0)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.sandbox.worker import Isolation
-from torchrl_grpo.runtime import sandbox
+from torchrl_grpo.runtime import hardware, sandbox
 from torchrl_grpo.runtime.json_channel import (
     ChannelBroken,
     ChannelClosed,
@@ -63,6 +63,10 @@ def reward_isolation(cfg: RewardConfig, name: str) -> Isolation:
             "for stored completions) to let such text do whatever your user may do"
         )
     return Isolation.sandbox
+
+
+# Memory of a worker that has imported little; math_verify and reasoning_gym take more.
+_WORKER_GIB = 0.05
 
 
 class JobError(Exception):
@@ -166,6 +170,21 @@ class _Worker:
             return self._supervised.end()
 
 
+def _check_memory(workers: int) -> None:
+    """Refuse more workers than the memory has room for, before they end whatever else runs here.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    room = hardware.available_gib()
+    if room is not None and workers > 1 and workers * _WORKER_GIB > room:
+        raise ConfigError(
+            f"reward.workers={workers}: so many processes need about {workers * _WORKER_GIB:.0f} GiB, and "
+            f"{room:.1f} GiB are free; write reward.workers={max(1, int(room / 2 / _WORKER_GIB))}, or let a "
+            "function take several prompts in a call with its attribute prompts_per_call"
+        )
+
+
 class WorkerPool:
     """A fixed number of workers for one function.
 
@@ -205,6 +224,7 @@ class WorkerPool:
             isolation=isolation,
             gpu=gpu,
         )
+        _check_memory(size)
         self._closed = False
         self._lock = threading.Lock()
         self._all: set[_Worker] = set()
