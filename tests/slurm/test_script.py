@@ -247,6 +247,7 @@ MISTAKES = {
     "inference_model.backend=vllm_server inference_model.servers=[http://a:1]": "the job starts the servers",
     "--gpus-per-node=2 train_model.num_devices=3": "--gpus-per-node=2: train_model.num_devices=3",
     "--nodes=2 inference_model.backend=sglang_server": "a job of --nodes=2 starts vLLM servers only",
+    f"--nodes=2 {SERVERS_ON}=2 inference_model.weight_transfer=cuda_ipc": "works on one machine, .*=nccl",
     "--nodes=2 --script=grpo-sft": "--nodes=2: grpo-sft has no engines",
     f"--nodes=3 {SERVERS_ON}=3": "write inference_model.num_devices=2",
     f"--nodes=2 --gpus-per-node=2 {SERVERS_ON}=4": "has 2 GPUs together",

@@ -100,6 +100,7 @@ def _lay_out(
         addresses = ",".join(f"http://node:{port}" for port in range(1, count + 1))
         folder = ["inference_model.weight_folder=weights"] if uses_job_folder(overrides) else []
         cfg = compose([*overrides, *folder, f"inference_model.servers=[{addresses}]"])
+        layout.check_transfer(cfg)
         plan = layout.place(cfg, script.asynchronous, gpus)
         return Layout(plan, nodes, gpus, count, servers=True), overrides
     cfg = replace(cfg, ray=replace(cfg.ray, address="node:1"))

@@ -11,6 +11,25 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.plan import Plan, counted
 
+# Ways of weights that stay within a machine.
+_ON_ONE_MACHINE = ("shared_memory", "cuda_ipc")
+
+
+def check_transfer(cfg: Config) -> None:
+    """Check that weights reach servers on other nodes.
+
+    Raises:
+        ConfigError: they would stay on the trainer's node.
+    """
+    way = cfg.inference_model.weight_transfer
+    if way in _ON_ONE_MACHINE:
+        raise bad_value(
+            "inference_model.weight_transfer",
+            way,
+            "it works on one machine, and the servers of a job are on other nodes than the trainer",
+            "inference_model.weight_transfer=folder or inference_model.weight_transfer=nccl",
+        )
+
 
 @dataclass(frozen=True)
 class Layout:
