@@ -22,8 +22,12 @@ PARTS = {**servers.PARTS, **collection.PARTS, **rounds.PARTS, **gathered.PARTS}
 
 def main() -> None:
     """Measure the parts that were named, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="parts:\n" + "\n".join(f"  {name}: {part.title}" for name, part in PARTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="parts to measure; all by default")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if unknown := sorted(set(options.parts) - PARTS.keys()):
