@@ -22,6 +22,8 @@ from typing import Any
 
 #: Environment variable of nodes: address of the server. A run that finds nothing in it begins a server.
 VARIABLE = "TORCHRL_GRPO_FORKED_WORKERS"
+#: Parameters of nodes. The two helpers that are left out import Ray for what no test needs.
+NODE: dict[str, Any] = {"setup_worker_path": __file__, "include_log_monitor": False, "no_monitor": True}
 
 
 def use_forks() -> None:
@@ -32,7 +34,7 @@ def use_forks() -> None:
     os.environ[VARIABLE] = os.environ[VARIABLE] or _begin_server()
     from ray._private.parameter import RayParams
 
-    changed = functools.partialmethod(RayParams.__init__, setup_worker_path=__file__)
+    changed = functools.partialmethod(RayParams.__init__, **NODE)
     RayParams.__init__ = changed
 
 
@@ -69,10 +71,11 @@ def _work(words: list[str], folder: str, environment: dict[str, str]) -> None:
 
 
 def _ask_for_fork() -> None:
-    """Have the server fork a worker, and wait for its end."""
+    """Have the server fork a worker, and end as it does."""
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
-    server._forkserver_address = os.environ[VARIABLE].replace("@", "\0")
+    # The worker itself starts no node.
+    server._forkserver_address = os.environ.pop(VARIABLE).replace("@", "\0")
     # Neither is needed, and a fork wants both.
     server._forkserver_alive_fd = tracker._fd = os.open(os.devnull, os.O_RDWR)
     server.ensure_running = tracker.ensure_running = lambda: None
@@ -80,6 +83,7 @@ def _ask_for_fork() -> None:
     worker = multiprocessing.get_context("forkserver").Process(target=_work, args=arguments)
     worker.start()
     worker.join()
+    sys.exit(worker.exitcode)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import TimeoutExpired
 
+import forked_workers
 import psutil
 import pytest
-from forked import ForkedPopen
+from forked import ForkedPopen, server_address
 
 from torchrl_grpo.checkpoints.run_dir import complete_checkpoints
 from torchrl_grpo.planning.cores import allowed_cores
@@ -70,10 +71,19 @@ def words(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
     ]
 
 
+# A sweep as if it had been started by `python forked_workers.py grpo.py`, so its trials are started so, too.
+# Each of those would import for six seconds of a core otherwise.
+FORKS_TRIALS = """
+import runpy, sys
+
+sys.orig_argv = [sys.executable, {fork!r}, {program!r}]
+runpy.run_path({program!r}, run_name="__main__")
+"""
+
+
 @contextlib.contextmanager
-def started(repo_root: Path, folder: Path, *words: str) -> Iterator[ForkedPopen]:
-    """Start a sweep. Its trials are new processes, as Ray starts them."""
-    script = repo_root / "sota-implementations/grpo/grpo.py"
+def started(script: Path, folder: Path, *words: str) -> Iterator[ForkedPopen]:
+    """Start a sweep. Its trials are new processes, as Ray starts them, unless the script forks them."""
     with (folder / "output.txt").open("wb") as output:
         process = ForkedPopen([sys.executable, str(script), *words], cwd=folder, stdout=output)
         try:
@@ -99,12 +109,13 @@ def written_at(trials: list[Path]) -> dict[Path, int]:
 
 
 def test_a_sweep_that_is_killed_goes_on_past_trials_that_crash_and_ends_with_the_table(
-    repo_root: Path, tmp_path: Path, words: list[str]
+    repo_root: Path, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    program, forks = repo_root / "sota-implementations/grpo/grpo.py", tmp_path / "forks_trials.py"
     sweep, output = tmp_path / "sweep", tmp_path / "output.txt"
     trials = [sweep / name for name in TRIALS]
     rates = f"optimizer.lr=1e-2,1e-3,{CRASHING.partition('=')[2]}"
-    with started(repo_root, tmp_path, *words, rates, "hydra.sweep.dir=sweep") as process:
+    with started(program, tmp_path, *words, rates, "hydra.sweep.dir=sweep") as process:
         wait_until(process, lambda: has_ended(trials[0]) and bool(complete_checkpoints(trials[1])), output)
         running: dict[psutil.Process, int] = {}
         for each in psutil.Process(process.pid).children(recursive=True):
@@ -122,7 +133,9 @@ def test_a_sweep_that_is_killed_goes_on_past_trials_that_crash_and_ends_with_the
     interrupted = [trial for trial in trials if complete_checkpoints(trial) and trial not in ended]
     assert trials[0] in ended and trials[1] in interrupted
     (tmp_path / "go_on").touch()
-    with started(repo_root, tmp_path, *words, rates, "sweep.resume=sweep") as process:
+    forks.write_text(FORKS_TRIALS.format(fork=forked_workers.__file__, program=str(program)))
+    monkeypatch.setenv(forked_workers.VARIABLE, server_address())
+    with started(forks, tmp_path, *words, rates, "sweep.resume=sweep") as process:
         assert process.wait() == 2
     failure = "error: 2 of 6 trials failed (4, 5); trial 4 ended with code 7"
     assert failure in output.read_text(), output.read_text()
@@ -131,7 +144,7 @@ def test_a_sweep_that_is_killed_goes_on_past_trials_that_crash_and_ends_with_the
     for trial in interrupted:
         assert (trial / ".hydra/resume-1").is_dir(), "it went on from its checkpoint"
     ended = written_at(trials)
-    with started(repo_root, tmp_path, *words, "optimizer.lr=1e-2,1e-3", "sweep.resume=sweep") as process:
+    with started(forks, tmp_path, *words, "optimizer.lr=1e-2,1e-3", "sweep.resume=sweep") as process:
         assert process.wait() == 0, output.read_text()
     assert written_at(trials) == ended
     entries = json.loads((sweep / "sweep.json").read_text())
