@@ -277,7 +277,7 @@ def two_nodes() -> Iterator[Any]:
 
     # A node that is started in this process replaces what SIGTERM does here.
     with keep_termination_handler():
-        node = {"num_cpus": 2, "include_dashboard": False, "setup_worker_path": forked_workers.__file__}
+        node = {"num_cpus": 2, "include_dashboard": False, **forked_workers.NODE}
         with own_variables.temporary({forked_workers.VARIABLE: server_address()}):
             cluster = Cluster(initialize_head=True, head_node_args=node)
             cluster.add_node(**node)
@@ -412,11 +412,14 @@ def test_kills_at_random_moments(
 
 
 @pytest.mark.float32
-def test_pictures_reach_a_worker_and_the_reference(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+def test_pictures_reach_a_worker_and_the_reference(
+    repo_root: Path, tmp_path: Path, words: list[str], two_nodes: Any
+) -> None:
     model = build_tiny_vlm(tmp_path / "vlm")
     pictured = ["env.dataset=pictures", "env.data_path=null", "env.task_args={kinds:[dice],size:48}"]
     pictured += [f"model.name={model}", "model.pictures=true", "policy.kl_coef=0.1", "hydra.run.dir=run"]
     pictured += ["train.total_dialog_turns=32", "train.checkpoint_frequency=0", "eval.num_problems=2"]
+    pictured.append(f"ray.address={two_nodes.address}")
     kept = [word for word in words if word.partition("=")[0] not in {w.partition("=")[0] for w in pictured}]
     with started(repo_root, tmp_path, *kept, *pictured) as process:
         assert process.wait(timeout=580) == 0, output(tmp_path)
