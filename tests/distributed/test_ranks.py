@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked_workers
 import psutil
 import pytest
 import torch
@@ -175,8 +176,14 @@ def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: P
 
 
 def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
-    one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+    one_rank: Path,
+    repo_root: Path,
+    sums: Path,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(forked_workers.VARIABLE, "")
     more = ("train_model.num_devices=2", "inference_model.num_devices=2")
     argv = [grpo_script(repo_root), *words(sums, tiny_model_dir, tmp_path / "run", *more)]
     done = run_script(argv, ranks=2, cwd=repo_root)
