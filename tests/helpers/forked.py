@@ -60,7 +60,7 @@ _PRELOADED = [
     "torchrl_grpo.distributed.ranks",
     "torchrl_grpo.inference.transformers_engine",
     "transformers.models.llama.modeling_llama",
-    "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",  # as each engine of it does, with the compiler
     "done_before_forks",
 ]
 # What the engine imports when it starts.
