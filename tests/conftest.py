@@ -46,7 +46,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The runs that train SmolLM2 are at the start of one part and at the end of the other, so that there is
 # rarely more than one of them at a time.
 PARTS = {
-    "ray": ("rollout/test_async_ray", "rewards/test_judge_server", "planning/test_memory"),
+    "ray": ("rollout/test_async_ray", "planning/test_memory"),
     "engines": (
         "runs/test_integration",
         "inference/test_vllm_families",
@@ -57,7 +57,8 @@ PARTS = {
         "inference/test_parallel_server",
         "inference/test_sglang_server",
         "docs/test_benchmarks",
-        # Its processes are forks of one that has imported vLLM.
+        # Their processes are forks of one that has imported vLLM.
+        "rewards/test_judge_server",
         "envs/test_torchrl_episodes",
     ),
 }

@@ -1,8 +1,8 @@
 """Servers of vLLM as forks of a process that has imported vLLM, which takes ten seconds of a core.
 
-Supervised processes (:mod:`torchrl_grpo.runtime.supervised`) can be forks of it, too, so that a reward
-model or a chat of TorchRL need not import torch and vLLM again. Tests of the commands themselves start real
-ones: tests/inference/test_vllm_server.py and tests/runtime/test_supervised.py.
+Supervised processes (:mod:`torchrl_grpo.runtime.supervised`) can be forks of it, too, so that a judge, a
+reward model or a chat of TorchRL need not import torch and vLLM again. Tests of the commands themselves start
+real ones: tests/inference/test_vllm_server.py and tests/runtime/test_supervised.py.
 """
 
 from __future__ import annotations
@@ -94,4 +94,6 @@ def _serve(
 
 if __name__ == "__main__":
     parent, number, module, *arguments = sys.argv[1:]
+    if module.endswith(".judge_program"):
+        import forking_server  # noqa: F401  (its engine is a fork of it)
     supervised.main(int(parent), int(number), module, arguments)

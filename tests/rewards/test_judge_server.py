@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
+from forked import ensure_running, preload_vllm
+from forked_server import forked_processes
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
@@ -28,16 +30,22 @@ def config(model: Path, **args: Any) -> Config:
     return cfg
 
 
-def test_the_run_starts_the_server_of_a_judge_and_ends_it(tiny_model_dir: Path) -> None:
+def test_the_run_starts_the_server_of_a_judge_and_ends_it(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model is too small to judge, so its answer is one of those that the request allows."""
     cfg = config(
         tiny_model_dir,
         engine_args={"max_model_len": 1024, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 4},
         request={"max_tokens": 32, "structured_outputs": {"choice": ['{"score": 7}', '{"score": 9}']}},
     )
+    # It compiles nothing on a CPU, and a fork has to know that before it imports.
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    preload_vllm()
+    ensure_running()
     mine = psutil.Process()
     before = set(mine.children(recursive=True))
-    with closing(build_reward_set(cfg, None, 2)) as rewards:
+    with forked_processes(), closing(build_reward_set(cfg, None, 2)) as rewards:
         started = set(mine.children(recursive=True)) - before
         scores = rewards.score(["Short.", "It is long, as you can see."], EXAMPLES)
     assert not any(score.errors for score in scores)
