@@ -33,8 +33,8 @@ from torchrl_grpo.rollout.workers.ray_worker import WorkerSpec, pack, unpack
 from torchrl_grpo.runtime import own_variables
 from torchrl_grpo.runtime.interrupts import keep_termination_handler
 from torchrl_grpo.tools import soak
-from torchrl_grpo.tools.processes import has_checkpoint
-from torchrl_grpo.tools.soak import family, victim
+from torchrl_grpo.tools.processes import family, has_checkpoint
+from torchrl_grpo.tools.soak import victim
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from batches import inputs, make_batch
@@ -30,6 +33,7 @@ from torchrl_grpo.tools.gpu_check import kernels, runs, shapes, step
 from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table, write
 from torchrl_grpo.tools.gpu_check.runs import Context
 from torchrl_grpo.tools.gpu_check.stages import STAGES, Stage
+from torchrl_grpo.tools.processes import family
 from torchrl_grpo.tools.verify_resume import read
 
 
@@ -335,6 +339,31 @@ def test_a_command_that_fails_or_hangs_fails_its_stage(context: Context) -> None
     nothing: runs.Figures = {}
     result = command.run_stage("x", Stage(lambda context: {"a": nothing["b"]}, ""), context)
     assert result.status is Status.failed and result.reason == "KeyError: 'b'"
+
+
+def test_nothing_is_left_of_a_command_that_hangs(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks have a group of their own, too.
+    rank = "import signal, sys; print(1, file=open(sys.argv[1], 'w')); signal.pause()"
+    launcher = (
+        "import signal, subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', {rank!r}, sys.argv[1]], start_new_session=True)\n"
+        "signal.pause()\n"
+    )
+    started, ranks = context.folder / "started", list[psutil.Process]()
+    os.mkfifo(started)
+
+    class HangsOnceStarted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            started.read_text()
+            ranks.extend(family(self.pid))
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", HangsOnceStarted)
+    with pytest.raises(runs.OutOfTime):
+        runs.call(context, "launcher", [sys.executable, "-c", launcher, str(started)])
+    assert len(ranks) == 1 and not psutil.wait_procs(ranks, timeout=30)[1]
 
 
 def run_folder(folder: Path, **changes: Any) -> Path:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import STDOUT, Popen
 
+import psutil
+
 _SCRIPTS = Path(__file__).resolve().parents[2] / "sota-implementations" / "grpo"
 _COMMANDS = Path(sysconfig.get_path("scripts"))
 
@@ -27,6 +29,13 @@ def started(folder: Path, overrides: Sequence[str], script: str = "grpo.py") -> 
     command = [sys.executable, str(program(script)), *overrides, f"hydra.run.dir={folder}", *resume]
     with _output(folder).open("wb") as output:
         yield Popen(command, stdout=output, stderr=STDOUT)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return the processes below the process with this id."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
 
 
 def work_folder(parser: ArgumentParser, chosen: Path | None, prefix: str) -> Path:

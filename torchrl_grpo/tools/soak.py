@@ -30,7 +30,7 @@ import psutil
 
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.shared_memory import abandoned
-from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started, work_folder
+from torchrl_grpo.tools.processes import check, family, has_checkpoint, newest_step, started, work_folder
 
 DEFAULTS = (
     "--config-name=grpo_quickstart",
@@ -46,13 +46,6 @@ KINDS = ("worker", "trainer", "node")
 _COMMANDS = {"worker": "ray::RolloutActor", "node": "--raylet_socket_name="}
 # Two of Ray's helpers try for a minute to report that their node was killed. The next run does not wait.
 _LINGER_S = 90.0
-
-
-def family(pid: int) -> list[psutil.Process]:
-    """Return the processes below the trainer with this process id."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children(recursive=True))
-    return []
 
 
 def victim(pid: int, kind: str, moments: random.Random) -> psutil.Process | None:

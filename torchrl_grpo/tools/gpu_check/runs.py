@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -14,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.tools.processes import program
+from torchrl_grpo.tools.processes import family, program
 
 Figures = dict[str, float | str]
 # A run of a stage: four rounds, with a reward in which answers always differ, so that weights move.
@@ -133,7 +134,7 @@ def call(context: Context, name: str, command: Sequence[str]) -> str:
     """
     log = context.folder / f"{name}.log"
     with log.open("wb") as output:
-        # A group of its own, so that ranks and servers end with a stage that takes too long.
+        # A group of its own, so that an interrupt of this program ends it below.
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         code = process.wait(context.limit_s)
@@ -141,7 +142,12 @@ def call(context: Context, name: str, command: Sequence[str]) -> str:
         raise OutOfTime(f"not done after {context.limit_s:g} s; {log} has its output") from error
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            # Ranks, Ray and servers have groups of their own, and would keep their memory in later stages.
+            members = family(process.pid)
+            process.kill()
+            for member in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
             process.wait()
     log_text = log.read_text(errors="replace")
     if code:
