@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,17 @@ def test_an_update_waits_for_what_is_read_and_the_next_write_for_the_whole_one()
     writer.wait_until_read()
     writer.close()
     assert done == ["read", "written", "the next"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_a_write_leaves_the_cores_to_the_run() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    writer, usual, priorities = BackgroundWriter(), priority(), list[int]()
+    writer.start(1, lambda has_read: priorities.append(priority()))
+    writer.finish()
+    assert priorities == [min(19, usual + 10)] and priority() == usual
 
 
 @pytest.mark.parametrize("seen_by", ["check", "finish", "start"])

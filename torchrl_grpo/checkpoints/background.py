@@ -19,6 +19,9 @@ from torchrl_grpo.errors import first_line
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.interrupts import Terminated
 
+# By how much the thread's priority is lower. Of a busy core it gets a tenth, as an update may wait for it.
+_NICENESS = 10
+
 
 class BackgroundWriter:
     """Writes one checkpoint at a time, each in a thread. All methods are for the thread that trains."""
@@ -48,6 +51,7 @@ class BackgroundWriter:
                 return
             try:
                 try:
+                    _yield_cores()
                     write(has_read.set)
                 finally:
                     has_read.set()
@@ -116,6 +120,15 @@ class BackgroundWriter:
             number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
             atexit.register(_end_without, write, 128 + number)
             raise
+
+
+def _yield_cores() -> None:
+    """Let this thread compute mostly while a core has nothing else to do."""
+    # Elsewhere than on Linux, threads have no priority of their own.
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        usual = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, usual + _NICENESS)
 
 
 def _end_without(write: Future[None], exit_code: int) -> None:

@@ -205,10 +205,13 @@ def _fill(
     """Write a checkpoint into the folder ``tmp_dir`` and flush it to the disk, with the manifest last."""
     import torch
     from omegaconf import OmegaConf
+    from torch.utils.serialization import config as serialization
 
     for name, write in writers.items():
         write(tmp_dir / name)
-    torch.save(state, tmp_dir / _TRAINER)
+    # The manifest has a checksum of the file, and those of its parts would take as long as writing it.
+    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # torch adds it
+        torch.save(state, tmp_dir / _TRAINER)
     on_state_read()
     OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
     files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
