@@ -36,6 +36,7 @@ from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.training.build import Job, build_session
 from torchrl_grpo.training.loop import step as loop_step
 from torchrl_grpo.training.optimizer_step import OptimizerStep
+from torchrl_grpo.training.session import Session
 
 
 class Drawn:
@@ -78,7 +79,8 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     return _whole_step(workload) if workload.rollouts is None else _training_phase(workload)
 
 
-def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
+def begin(workload: Workload) -> Session:
+    """Start a run of the workload, whose steps the caller takes."""
     cfg = config(workload)
     folder = Path(tempfile.mkdtemp())
     cfg.env.data_path = str(folder / "questions.jsonl")
@@ -93,6 +95,11 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
         [dataclasses.replace(request, ignore_eos=True) for request in requests]
     )
     session.begin()
+    return session
+
+
+def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
+    session = begin(workload)
     record = Path(record) if (record := os.environ.get("BENCH_RECORD")) else None
 
     def step() -> dict[str, float]:
