@@ -8,6 +8,8 @@ its checkpoint, as in a run. A delay is what the call and the step after it take
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
 import time
 from collections.abc import Callable
 from unittest.mock import patch
@@ -33,6 +35,8 @@ def main() -> None:
     settings = {"inference_model.backend": options.backend, "inference_model.enforce_eager": True}
     model = str(loading.resolve(ModelConfig(name=options.model)))
     run = begin(Workload(model, options.prompts, autocast="bf16", settings=settings))
+    # Checkpoints take gigabytes.
+    atexit.register(shutil.rmtree, run.outputs.run_dir, ignore_errors=True)
     writer = run.checkpoints.writer
 
     def seconds(before: Callable[[], object]) -> float:
