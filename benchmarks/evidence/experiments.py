@@ -140,14 +140,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=166",
             "optimizer.lr=2e-5",
         ),
-        "The claim holds with a fourth seed of each arm, which was added because three had left the random"
-        " reward undecided (-0.350 [-0.886, +0.186]), so these intervals are too narrow. Of the random "
-        "reward, three seeds forgot the task, and the other came to 0.340 by answering mostly the first "
-        "name of the text. That answer alone is right on 0.403 of these problems, and GRPO is above it by "
-        "+0.084 [+0.015, +0.154]. 96 written solutions teach more, and GRPO after them adds +0.084 "
-        "[+0.024, +0.144]. After GRPO, one greedy answer is right more often than the best of 8 was "
-        "before. The recipe was chosen on seed 7, with 100 of these problems. Three runs of GRPO also "
-        "measured the best of 8.",
+        "The claim holds with a fourth seed of each arm, added because three left the random reward "
+        "undecided (-0.350 [-0.886, +0.186]), so these intervals are too narrow. Three seeds of the random"
+        " reward forgot the task; the other came to 0.340 by answering mostly the first name of the text, "
+        "which alone is right on 0.403 of these problems. GRPO is above that by +0.084 [+0.015, +0.154]. "
+        "96 written solutions teach more, and GRPO after them adds +0.084 [+0.024, +0.144]. After GRPO, "
+        "one greedy answer is right more often than the best of 8 was before. The recipe was chosen on "
+        "seed 7, with 100 of these problems.",
         seeds=4,
     ),
     "multiplication": _task(
@@ -164,14 +163,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=64",
             "optimizer.lr=3e-5",
         ),
-        "By its criterion the claim is refuted: GRPO came to 0.775 (the seed with the best of 8), 0.055 and "
-        "0.150, so the interval of its rise includes 0, and so does that of its difference to the reward "
-        "for form. Few answers had the form, so six steps saw few right ones; more steps might decide "
-        "otherwise. The form allows a final dot, which the grader does not: with it, the reward for form "
-        "comes to 0.605, 0.645 and 0.780, so the model knew the table, and lacked the form. 48 written "
+        "By its criterion the claim is refuted: GRPO came to 0.775 (the seed with the best of 8), 0.055 "
+        "and 0.150. Few answers had the form, so six steps saw few right ones; more might decide "
+        "otherwise. The form allows a final dot, which the grader does not: with it the reward for form "
+        "comes to 0.605, 0.645 and 0.780, so the model knew the table and lacked the form. 48 written "
         "solutions teach that, and GRPO after them adds +0.027 [-0.107, +0.160]. The questions are 26 "
-        "products, in two orders and four wordings. The recipe was chosen on seed 7, which came to 0.890 on "
-        "100 of them.",
+        "products, in two orders and four wordings. The recipe was chosen on seed 7, which came to 0.890 "
+        "on 100 of them.",
         held_out=200,
     ),
     **comparisons.EXPERIMENTS,

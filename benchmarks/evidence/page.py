@@ -101,7 +101,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     columns = ["arm", "seeds", "after", "rise", "difference"]
     columns += ["form"] if experiment.shape else []
     columns.append("seconds")
-    head, *rows = ["| " + " | ".join(row) + " |" for row in (columns, *table(experiment, records))]
+    head, *rows = ["|" + "|".join(row) + "|" for row in (columns, *table(experiment, records))]
     return "\n".join(
         [
             f"## {name.capitalize()}\n",
