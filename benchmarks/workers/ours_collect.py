@@ -93,7 +93,8 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     def make_engine(*arguments: Any, **options: Any) -> _Instant:
         return _Instant(workload.response_tokens)
 
-    source = EngineSource(workload.model, workload.model, plan, [], None, True, make_engine)
+    name, vocabulary = workload.model, len(tokenizer)
+    source = EngineSource(name, name, plan, [], vocabulary, None, True, make_engine)
     collector = collector_with_local_worker(cfg, source, env, tokenizer)
     collector.worker_group.send([], 0, Probe([], 0))
     # Advantages and the buffer are part of the path to the loss, as they are of the other library's.
