@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.scale import collection, gathered, rounds, servers
-from benchmarks.scale.parts import table
+from benchmarks.scale.parts import in_turn, table
 
 PARTS = {**servers.PARTS, **collection.PARTS, **rounds.PARTS, **gathered.PARTS}
 
@@ -32,10 +32,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := sorted(set(options.parts) - PARTS.keys()):
         parser.error(f"{', '.join(unknown)}: no such part; the parts are {', '.join(PARTS)}")
-    results = []
-    for name in options.parts or PARTS:
-        results.append({"name": name, **PARTS[name].run()})
-        print(f"{name}: {', '.join(results[-1]['shown'])}", file=sys.stderr, flush=True)
+    parts = {name: PARTS[name] for name in options.parts or PARTS}
+    results = in_turn(parts, lambda line: print(line, file=sys.stderr, flush=True))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     missed = [result["name"] for result in results if not result["holds"]]

@@ -252,7 +252,7 @@ def _draws(problems: int) -> float:
 PARTS = {
     "dispatcher": Part(
         "dispatcher, a round", "groups", (256, 1_024, 4_096), _dispatcher,
-        microseconds, "µs a group", target=300, repeats=3,
+        microseconds, "µs a group", target=300, repeats=7,
     ),
     "rewards": Part(
         "a reward of 50 ms for a group, 16 workers", "responses", (1_024,), _rewards,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import linear_regression
@@ -31,8 +31,8 @@ class Part:
         is_least: whether the target is the smallest number allowed, not the largest.
         target_from: smallest size that the target is for.
         while_training: whether ``grpo-async.py`` does it while it trains, when what it has built is frozen.
-        repeats: number of measurements at each size, all sizes in turn. The least cost of a size counts,
-            because other processes and a cold start only add to it.
+        repeats: number of measurements at each size. The least cost of a size counts, because other processes
+            and a cold start only add to it.
     """
 
     title: str
@@ -47,14 +47,17 @@ class Part:
     while_training: bool = True
     repeats: int = 1
 
-    def run(self) -> dict[str, Any]:
-        """Measure all sizes, and return what the result file says of the part."""
+    def costs(self) -> list[float]:
+        """Measure each size once."""
 
         def measure(size: int) -> float:
             with frozen_objects() if self.while_training else nullcontext():
                 return self.measure(size)
 
-        rounds = [[measure(size) for size in self.sizes] for _ in range(self.repeats)]
+        return [measure(size) for size in self.sizes]
+
+    def result(self, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """Return what the result file says of the part, from what several calls of :meth:`costs` returned."""
         costs = [min(measured) for measured in zip(*rounds, strict=True)]
         figures = [self.figure(size, cost) for size, cost in zip(self.sizes, costs, strict=True)]
         return {
@@ -83,6 +86,27 @@ class Part:
             figure for size, figure in zip(self.sizes, figures, strict=True) if size >= self.target_from
         ]
         return min(counted) >= self.target if self.is_least else max(counted) <= self.target
+
+
+def in_turn(parts: Mapping[str, Part], say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Measure parts, and return what the result file says of each.
+
+    Repetitions of a part are spread over the whole time, because other programs may be busy for a minute.
+
+    Args:
+        parts: parts by their names.
+        say: function that receives a line when a part has been measured.
+    """
+    rounds: dict[str, list[list[float]]] = {name: [] for name in parts}
+    results = []
+    for number in range(max(part.repeats for part in parts.values())):
+        for name, part in parts.items():
+            if number < part.repeats:
+                rounds[name].append(part.costs())
+            if number == part.repeats - 1:
+                results.append({"name": name, **part.result(rounds[name])})
+                say(f"{name}: {', '.join(results[-1]['shown'])}")
+    return sorted(results, key=lambda result: list(parts).index(result["name"]))
 
 
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float | None:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.scale import rounds
 from benchmarks.scale.__main__ import PARTS
-from benchmarks.scale.parts import Part, exponent, microseconds, table
+from benchmarks.scale.parts import Part, exponent, in_turn, microseconds, table
 
 _SMALL = {
     "dispatcher": (4, 8),
@@ -31,27 +31,31 @@ _SMALL = {
 @pytest.mark.parametrize("name", _SMALL)
 def test_a_part_can_be_measured_at_small_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_MOST_TOKENS", 16_000)
-    result = replace(PARTS[name], sizes=_SMALL[name], repeats=1).run()
-    assert all(cost > 0 for cost in result["costs"])
+    costs = replace(PARTS[name], sizes=_SMALL[name]).costs()
+    assert len(costs) == len(_SMALL[name]) and all(cost > 0 for cost in costs)
 
 
-def test_sizes_take_turns_and_the_least_cost_of_each_counts() -> None:
-    costs, measured = [2.0, 8.0, 1.0, 9.0], list[int]()
+def test_parts_and_sizes_take_turns_and_the_least_cost_of_each_counts() -> None:
+    costs, measured = [2.0, 8.0, 5.0, 1.0, 9.0], list[int]()
 
     def measure(size: int) -> float:
         measured.append(size)
         return costs[len(measured) - 1]
 
-    part = Part("sorting", "rows", (1, 4), measure, microseconds, "µs a row", repeats=2)
-    assert part.run()["costs"] == [1.0, 8.0]
-    assert measured == [1, 4, 1, 4]
+    often = Part("sorting", "rows", (1, 4), measure, microseconds, "µs a row", repeats=2)
+    once = Part("summing", "rows", (2,), measure, microseconds, "µs a row")
+    lines = list[str]()
+    first, second = in_turn({"often": often, "once": once}, lines.append)
+    assert (first["name"], first["costs"], second["costs"]) == ("often", [1.0, 8.0], [5.0])
+    assert measured == [1, 4, 2, 1, 4]
+    assert [line.partition(":")[0] for line in lines] == ["once", "often"]
 
 
 def test_the_table_has_costs_and_the_power_with_which_they_grow() -> None:
     assert exponent((10, 1_000), (2.0, 20_000.0)) == pytest.approx(2)
     sizes = (1_000, 4_000)
     part = Part("sorting", "rows", sizes, lambda size: size**1.5 * 1e-6, microseconds, "µs a row", target=70)
-    assert table([part.run()]).splitlines()[-1] == (
+    assert table([part.result([part.costs()])]).splitlines()[-1] == (
         "| sorting | 1,000 to 4,000 rows | 31.6 µs a row | 63.2 µs a row | at most 70 µs a row | 1.50 | no |"
     )
 
@@ -82,4 +86,4 @@ def test_a_target_bounds_the_figures_of_its_sizes(
         is_least,
         target_from,
     )
-    assert part.run()["holds"] is holds
+    assert part.result([part.costs()])["holds"] is holds
