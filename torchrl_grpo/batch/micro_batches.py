@@ -261,22 +261,24 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
     Returns:
         Bins; the rows of each are in ascending order.
     """
-    ascending = sorted(costs)
-    sizes = np.array([costs[row] for row in ascending], dtype=np.int64)
+    if not costs:
+        return []
+    ascending = np.array(sorted(costs), dtype=np.int64)
+    sizes = np.array([costs[row] for row in ascending.tolist()], dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
-    rows, descending = np.array(ascending, dtype=np.int64)[order].tolist(), sizes[order].tolist()
+    rows, descending = ascending[order], sizes[order].tolist()
     # Two rows of more than half a bin never share one, so each of these opens its own.
     opened = int((2 * sizes > budget).sum())
-    bins = [[row] for row in rows[:opened]]
     # A tree with the room of each bin in its leaves, and in each other node the larger of the two below it.
-    levels = max(0, len(costs) - 1).bit_length()
+    levels = (len(rows) - 1).bit_length()
     leaves = 1 << levels
     room = [budget] * (2 * leaves)
     room[leaves : leaves + opened] = [budget - cost for cost in descending[:opened]]
     for level in reversed(range(levels)):
         first, below = 1 << level, 2 << level
         room[first:below] = map(max, room[below : 2 * below : 2], room[below + 1 : 2 * below : 2])
-    for row, cost in zip(rows[opened:], descending[opened:], strict=True):
+    leaf_of = list(range(leaves, leaves + opened))
+    for cost in descending[opened:]:
         node = 1
         # Most of the time is spent in these two loops. Addition is faster than multiplication, and a
         # comparison is faster than max().
@@ -284,9 +286,7 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
             node += node
             if room[node] < cost:
                 node += 1
-        if node - leaves == len(bins):
-            bins.append([])
-        bins[node - leaves].append(row)
+        leaf_of.append(node)
         most = room[node] = room[node] - cost
         while node > 1:
             other = room[node ^ 1]
@@ -297,7 +297,10 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
                 # Nor does any node above it change.
                 break
             room[node] = most
-    return [tuple(sorted(members)) for members in bins]
+    bins = np.array(leaf_of) - leaves
+    members = rows[np.lexsort((rows, bins))].tolist()
+    ends = np.bincount(bins).cumsum().tolist()
+    return [tuple(members[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def split_evenly(groups: int, samples: int, pieces: int, full_groups: int) -> list[MicroBatch]:
