@@ -50,8 +50,15 @@ def _pack(rows: Sequence[Sequence[float]], kind: type[np.generic]) -> tuple[Tens
 
 
 def _unpack(packed: tuple[Tensor, Tensor]) -> Iterator[list[Any]]:
-    counts, values = packed
-    return (row.tolist() for row in values.split(counts.tolist()))
+    """Yield the rows of :func:`_pack`, and their numbers as Python has them."""
+    counts, values = packed[0].tolist(), packed[1].numpy()
+    start = 0
+    for count in counts:
+        row = values[start : start + count]
+        # All tokens of a response often have the same version, and the model has sampled all.
+        repeats = count > 0 and row[0] == row[-1] and (row == row[0]).all()
+        yield row[:1].tolist() * count if repeats else row.tolist()
+        start += count
 
 
 def _entry(scored: ScoredGroup) -> dict[str, Any]:
