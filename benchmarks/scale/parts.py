@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import linear_regression
+from statistics import linear_regression, median
 from typing import Any
 
 from torchrl_grpo.runtime.malloc import frozen_objects
@@ -32,7 +32,9 @@ class Part:
         target_from: smallest size that the target is for.
         while_training: whether ``grpo-async.py`` does it while it trains, when what it has built is frozen.
         repeats: number of measurements at each size. The least cost of a size counts, because other processes
-            and a cold start only add to it.
+            and a cold start only add to it. The exponent is the median of those of all repetitions, because
+            the sizes of a repetition are measured one after the other: what slows a machine for minutes
+            slows them all.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Part:
         """Return what the result file says of the part, from what several calls of :meth:`costs` returned."""
         costs = [min(measured) for measured in zip(*rounds, strict=True)]
         figures = [self.figure(size, cost) for size, cost in zip(self.sizes, costs, strict=True)]
+        power = median(exponent(self.sizes, measured) for measured in rounds) if len(self.sizes) > 1 else None
         return {
             "part": self.title,
             "size": self.size,
@@ -67,8 +70,8 @@ class Part:
             "costs": costs,
             "shown": [f"{figure:.3g} {self.unit}" for figure in figures],
             "target": self._target(),
-            "exponent": exponent(self.sizes, costs),
-            "holds": self._holds(figures, exponent(self.sizes, costs)),
+            "exponent": power,
+            "holds": self._holds(figures, power),
         }
 
     def _target(self) -> str:
@@ -109,13 +112,8 @@ def in_turn(parts: Mapping[str, Part], say: Callable[[str], object]) -> list[dic
     return sorted(results, key=lambda result: list(parts).index(result["name"]))
 
 
-def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float | None:
-    """Return the power of the size that the cost grows with, the slope of a line through the logarithms.
-
-    None if there is a single size.
-    """
-    if len(sizes) < 2:
-        return None
+def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
+    """Return the power of the size that the cost grows with, the slope of a line through the logarithms."""
     return linear_regression([math.log(size) for size in sizes], [math.log(cost) for cost in costs]).slope
 
 

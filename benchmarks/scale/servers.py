@@ -265,7 +265,7 @@ def _lost_speed(rate: int) -> float:
 PARTS = {
     "servers": Part(
         "tokens of servers: answer, text, round", "tokens", (64_000, 640_000), _tokens,
-        microseconds, "µs a token", target=1.5,
+        microseconds, "µs a token", target=1.5, repeats=3,
     ),
     "judge": Part(
         "a judge that takes a second", "responses", (1_024,), _judged,
@@ -281,7 +281,7 @@ PARTS = {
     ),
     "folder": Part(
         "control of a publication of 15 GB through a folder", "servers", (8, 32, 128), _by_folder,
-        total, "s",
+        total, "s", repeats=3,
     ),
     "calls": Part(
         "small operators of the trainer beside 8 servers", "tokens/s", (24_000,), _lost_speed,
