@@ -189,7 +189,7 @@ def test_few_problems_are_held_out_with_all_their_wordings_and_half_remain() -> 
 def test_a_task_with_a_single_problem_is_refused() -> None:
     args = {"tasks": ["is_leap_year"], "year": 2024, "leap_year_range": 1}
     with pytest.raises(
-        DataError, match=r"the same problem.* Widen env\.task_args, or set eval\.num_problems=0"
+        DataError, match=r"the same problem.* widen env\.task_args, or set eval\.num_problems=0"
     ):
         load("calendar_arithmetic", args)
 

@@ -377,7 +377,7 @@ def test_a_tool_that_dies_leaves_the_environment_its_state(make: MakeRunner) -> 
         ("def f(x):\n    'Do.'\n    return x\n", "f", "missing a type hint in function f"),
         ("def f(x: str):\n    return x\n", "f", "it has no docstring"),
         ("def f(x: str):\n    'Do.'\n    return x\n", "f", "no description for the argument 'x'"),
-        ("def f(x: int):\n    return x\n", "f", "has no docstring. Annotate every parameter"),
+        ("def f(x: int):\n    return x\n", "f", "has no docstring; annotate every parameter"),
         ("def f(x: 'Unknown'):\n    'Do.'\n", "f", "description cannot be made"),
         ("class T:\n    pass\n", "T", "objects cannot be called"),
         ("def f(:\n", "f", "SyntaxError"),

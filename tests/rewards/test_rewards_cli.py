@@ -145,7 +145,7 @@ ROW = GSM8K[0]
         (
             [{"question": "q", "text": "t"}],
             [],
-            ["row 1", "'text'. Rename the column of the text to completion"],
+            ["row 1", "'text'; rename the column of the text to completion"],
         ),
         ([{"question": "q", "response": None}], [], ["row 1", "'response' is NoneType"]),
         ([{**ROW, "completion": 3}], [], ["row 1", "'completion'", "int"]),

@@ -230,7 +230,7 @@ def leak(patch: Patch, stages: StagesInProcess) -> None:
 
 FAULTS_OF_RUNS: dict[str, tuple[str, Callable[[Patch, StagesInProcess], None], str]] = {
     "a stale tensor after sleep": ("sleep", keep_a_tensor, r"the first is model\.norm\.weight"),
-    "a graph with old weights": ("sleep", keep_a_graph, "A compiled graph may hold a copy of older weights"),
+    "a graph with old weights": ("sleep", keep_a_graph, "a compiled graph holds a copy of older weights"),
     "an engine in another format": ("sleep", load_float32, "computes in float32, .* published in bfloat16"),
     "shards of another dtype": ("sleep", train_in_bfloat16, "was trained in BF16, and F32 is right"),
     "memory twice the prediction": ("sleep", take_twice_the_memory, r"memory, .*: 5\.20 GiB were used"),

@@ -133,6 +133,7 @@ def test_muon_in_a_run_is_muon_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(matrix.detach(), exact, **EXACT)
 
 
+@pytest.mark.usefixtures("float64")
 def test_what_muon_leaves_is_updated_as_adamw_does() -> None:
     # One step, because the next has another gradient.
     steps = {name: make_step(name) for name in ("adamw", "muon")}
@@ -142,7 +143,9 @@ def test_what_muon_leaves_is_updated_as_adamw_does() -> None:
     ids = {id(p) for p in steps["muon"].optimizer.param_groups[0]["params"]}
     rest = [name for name, parameter in weights["muon"].items() if id(parameter) not in ids]
     assert len(rest) == 6
-    assert all(torch.equal(weights["muon"][name], weights["adamw"][name]) for name in rest)
+    for name in rest:
+        # Two passes over the same batch differ in the last bit on some processors.
+        torch.testing.assert_close(weights["muon"][name], weights["adamw"][name], **EXACT)
 
 
 @pytest.mark.parametrize("fp16", [False, True], ids=["", "scaled"])

@@ -54,7 +54,7 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     else:
         raise DataError(
             f"math: {row.where} has neither a column 'answer' nor 'solution'; its columns are "
-            f"{', '.join(map(repr, row.values))}. Add one of the two"
+            f"{', '.join(map(repr, row.values))}; add one of the two"
         )
     solution = prompts.solution(env, reasoning, answer, reasoning or None)
     messages = prompts.messages(env, "math", question)

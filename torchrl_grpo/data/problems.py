@@ -162,7 +162,7 @@ def ordered(examples: list[Example], column: str | None) -> list[Example]:
         if example.columns.get(column) is None:
             raise DataError(
                 f"env.order_by={column!r}: {example.id} has no such column; its columns are "
-                f"{', '.join(example.columns) or 'none'}. Name one of those that every row has"
+                f"{', '.join(example.columns) or 'none'}; name one of those that every row has"
             )
     try:
         return sorted(examples, key=lambda example: example.columns[column])
@@ -208,7 +208,7 @@ def split_off(examples: list[Example], count: int, source: str, *, games: bool =
     if len(groups) <= needed:
         raise DataError(
             f"{source} has {len(groups)} different questions and no test split; holding out "
-            f"eval.num_problems={count} leaves nothing to train on. Lower eval.num_problems to at most "
+            f"eval.num_problems={count} leaves nothing to train on; lower eval.num_problems to at most "
             f"{max(len(groups) - 1, 0)}, or give a second file as env.eval_data_path"
         )
     draw, names = random.Random(HELD_OUT_SEED), list(groups)

@@ -177,7 +177,7 @@ class Generated(LazyExamples):
             self._note_replaced(index, question_key(problem) in self._held_out)
         raise DataError(
             f"env.task={self._task}: all of {_MAX_DRAWS} drawn questions are among the held-out problems, so "
-            "the task has too few different ones. Lower eval.num_problems or widen env.task_args"
+            "the task has too few different ones; lower eval.num_problems or widen env.task_args"
         )
 
     def _note_replaced(self, index: int, same_question: bool) -> None:
@@ -234,7 +234,7 @@ def _held_out(env: EnvConfig, task: str, args: dict[str, Any], count: int) -> tu
     if len(groups) == 1:
         raise DataError(
             f"env.task={task}: {limit} drawn questions are all the same problem, so "
-            f"eval.num_problems={count} leaves nothing to train on. Widen env.task_args, or set "
+            f"eval.num_problems={count} leaves nothing to train on; widen env.task_args, or set "
             "eval.num_problems=0"
         )
     chosen: list[tuple[int, Example]] = []

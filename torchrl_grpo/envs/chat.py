@@ -63,8 +63,8 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: s
         roles = ", ".join(message["role"] for message in [*example.messages, *end])
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} refuses messages of "
-            f"the roles {roles}: {error}. Give another one as model.chat_template. If it does not support a "
-            "system message, set env.system_prompt=null."
+            f"the roles {roles}: {error}; give another one as model.chat_template, or set "
+            "env.system_prompt=null if it does not support a system message"
         ) from error
     if processor is not None and reply is None:
         check_marks(tokenizer, processor, text, example)
@@ -93,9 +93,9 @@ def check_contents(tokenizer: PreTrainedTokenizerBase, example: Example) -> None
         if message["role"] != "assistant" and word not in text:
             raise ModelError(
                 f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} leaves out the "
-                f"text of messages of the role {message['role']}, so the model would not read it. Give "
-                "another one as model.chat_template. If it does not support a system message, set "
-                "env.system_prompt=null."
+                f"text of messages of the role {message['role']}, so the model would not read it; give "
+                "another one as model.chat_template, or set env.system_prompt=null if it does not support "
+                "a system message"
             )
 
 
@@ -155,14 +155,14 @@ def after_message(tokenizer: PreTrainedTokenizerBase) -> str:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TemplateError as error:
         raise ModelError(
-            f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}. "
-            "Give another one as model.chat_template."
+            f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}; "
+            "give another one as model.chat_template"
         ) from error
     _, content, after = text.rpartition(answer)
     if not content:
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path} leaves out the text of the assistant's messages; "
-            "give another one as model.chat_template."
+            "give another one as model.chat_template"
         )
     return after
 
@@ -206,16 +206,16 @@ def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
     if length > max_prompt_tokens and example.pictures:
         raise DataError(
             f"The prompt of {example.id} has {length} tokens with those of its {len(example.pictures)} "
-            f"pictures, and at most {max_prompt_tokens} fit. Make the pictures smaller, drop such problems "
+            f"pictures, and at most {max_prompt_tokens} fit; make the pictures smaller, drop such problems "
             "with env.overlong_prompts=drop, or raise inference_model.max_model_len or lower "
-            "inference_model.max_new_tokens in a new run."
+            "inference_model.max_new_tokens in a new run"
         )
     if length > max_prompt_tokens:
         raise DataError(
-            f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit. Cut such "
-            "prompts with env.overlong_prompts=truncate_right, which also works when resuming. Or drop them "
-            "with env.overlong_prompts=drop, if the data set is not generated. Or raise "
-            "inference_model.max_model_len or lower inference_model.max_new_tokens in a new run."
+            f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit; cut such "
+            "prompts with env.overlong_prompts=truncate_right, which also works when resuming, drop them "
+            "with env.overlong_prompts=drop, if the data set is not generated, or raise "
+            "inference_model.max_model_len or lower inference_model.max_new_tokens in a new run"
         )
 
 

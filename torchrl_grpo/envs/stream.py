@@ -114,8 +114,8 @@ class PromptStream:
         if epoch < 0 or not 0 <= position <= len(self.examples):
             raise CheckpointError(
                 f"The checkpoint is at example {position} of epoch {epoch}, but the data has "
-                f"{len(self.examples)} examples. Resume with the data (env.dataset, env.data_path) of the "
-                "original run, or start a new run with resume=null."
+                f"{len(self.examples)} examples; resume with the data (env.dataset, env.data_path) of the "
+                "original run, or start a new run with resume=null"
             )
         self.epoch, self.position = epoch, position
         self._current_order = self.epoch_order(epoch)

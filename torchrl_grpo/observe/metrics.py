@@ -88,8 +88,8 @@ class _Lines:
             self._cut(resume_step)
         elif self._existed and path.stat().st_size:
             raise ConfigError(
-                f"{path} already holds a run. Write resume=auto to continue it, or give the new run a "
-                "folder of its own with hydra.run.dir=FOLDER."
+                f"{path} already holds a run; write resume=auto to continue it, or give the new run a "
+                "folder of its own with hydra.run.dir=FOLDER"
             )
         self._file: int | None = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

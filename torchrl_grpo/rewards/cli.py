@@ -228,7 +228,7 @@ def _examples(rows: list[Row], env: EnvConfig) -> tuple[list[str], list[Example]
             present = ", ".join(map(repr, row.values)) or "none"
             raise DataError(
                 f"{row.where} has no column 'completion' with the text to score, and no 'response', as a run "
-                f"writes it; its columns are {present}. Rename the column of the text to completion"
+                f"writes it; its columns are {present}; rename the column of the text to completion"
             )
         completion = row.values[column]
         if not isinstance(completion, str):

@@ -284,8 +284,8 @@ def check_rewards(
     raise TrainingStopped(
         f"every reward failed on all {len(errors_by_response)} responses of {where}: "
         + ", and ".join(f"{name} with {error}" for name, error in errors_by_name.items())
-        + "; correct it (reward.functions names functions of your own) and start a new run. A reward should "
-        "return a number, such as 0, for a response that it cannot judge"
+        + "; correct it (reward.functions names functions of your own) and start a new run, in which a "
+        "reward returns a number, such as 0, for a response that it cannot judge"
     )
 
 

@@ -48,8 +48,8 @@ _MERGE_ERROR = 1e-5
 # If tensors cannot be read back, the run stops once the mean exceeds its first value times this factor. In
 # bfloat16 runs with correct weights, it grew to 2.4 times its first value.
 _UNREADABLE_BOUND_FACTOR = 4.0
-_OTHER_ENGINE = f"Set inference_model.backend={reference_engine()}, which copies weights without a loader"
-_DEFECT = "This is a defect of the program; please report it"
+_OTHER_ENGINE = f"set inference_model.backend={reference_engine()}, which copies weights without a loader"
+_DEFECT = "this is a defect of the program; please report it"
 
 
 class WeightPublisher:
@@ -159,25 +159,25 @@ class WeightPublisher:
             raise TrainingStopped(
                 f"{self._engine_name()}: its log-probabilities differ from the trainer's by "
                 f"{published_diff:.2g} nats on average with the published weights, but only by "
-                f"{disk_diff:.2g} with the weights that it read from disk. Its weight loader assigns "
-                f"tensors to the wrong parameters. {self._advice}"
+                f"{disk_diff:.2g} with the weights that it read from disk, so its weight loader assigns "
+                f"tensors to the wrong parameters; {self._advice}"
             )
         if stale is not None and encoders_are_stale(self.probe, stale, expected, perturbed_result):
             raise TrainingStopped(
-                f"{self._engine_name()}: a test perturbed all weights. After a prompt with pictures, the "
+                f"{self._engine_name()}: a test perturbed all weights; after a prompt with pictures, the "
                 "engine's log-probabilities are those of the older parts that encode pictures, so it was not "
-                f"sent the new ones or does not use them. {self._advice}"
+                f"sent the new ones or does not use them; {self._advice}"
             )
         diff_to_original = LogProbDiff.between(trainer_log_probs, perturbed_result).mean
         diff_to_perturbed = LogProbDiff.between(expected.trainer_log_probs, perturbed_result).mean
         # The comparison is negated so that NaN fails too.
         if not diff_to_original > 2 * diff_to_perturbed:
             raise TrainingStopped(
-                f"{self._engine_name()}: a test perturbed all weights. The engine's log-probabilities "
+                f"{self._engine_name()}: a test perturbed all weights; the engine's log-probabilities "
                 f"changed by {diff_to_original:.2g} nats on average and still differ by "
                 f"{diff_to_perturbed:.2g} from the trainer's, so the engine does not use the weights that it "
-                f"received. A compiled graph may hold a copy of older weights: set "
-                f"inference_model.enforce_eager=true. {self._advice}"
+                f"received, or a compiled graph holds a copy of older weights; set "
+                f"inference_model.enforce_eager=true, and if that does not help, {self._advice}"
             )
         return {"publish/perturbation": diff_to_original, **metrics}
 
@@ -286,7 +286,7 @@ class WeightPublisher:
         if missing:
             raise TrainingStopped(
                 f"{self._engine_name()}: {len(missing)} of {len(self._shapes)} tensors were not sent, the "
-                f"first is {missing[0]}: the engine stopped reading before the end of the weights. "
+                f"first is {missing[0]}: the engine stopped reading before the end of the weights; "
                 f"{self._advice}"
             )
         checksums = collect_checksums(sent.sums, self.engine_dtype)
@@ -321,7 +321,7 @@ class WeightPublisher:
             how = "stale" if stale else "not equal to the base matrix plus its adapter"
             raise TrainingStopped(
                 f"{self._engine_name()}: {len(stale or wrong)} of the weights listed for publication are "
-                f"{how}, the first is {(stale or wrong)[0]}: adapters are merged wrongly. This is a defect "
+                f"{how}, the first is {(stale or wrong)[0]}: adapters are merged wrongly, which is a defect "
                 "of the program; a new run with train_model.lora.rank=0 trains without adapters"
             )
 
@@ -357,7 +357,7 @@ class WeightPublisher:
         if result.cached_tokens:
             raise TrainingStopped(
                 f"{self._engine_name()}: after publishing version {version}, {result.cached_tokens} tokens "
-                f"of the probe came out of a prefix cache that older weights had filled. {self._advice}"
+                f"of the probe came out of a prefix cache that older weights had filled; {self._advice}"
             )
 
     def _check_weights(self, result: ProbeResult, expected: ExpectedResult) -> None:
@@ -369,7 +369,7 @@ class WeightPublisher:
                 raise TrainingStopped(
                     f"{self._engine_name()}{which} computes in {held.dtype}, and weights are published in "
                     f"{checksums.dtype}: inference_model.dtype=auto resolves to different dtypes on the "
-                    f"trainer's and the engine's machine. Write inference_model.dtype={held.dtype}"
+                    f"trainer's and the engine's machine; write inference_model.dtype={held.dtype}"
                 )
             unreadable |= {name for name in checksums.values if not held.values.get(name)}
             wrong = sorted(
@@ -382,8 +382,7 @@ class WeightPublisher:
                     f"{self._engine_name()}{which}: after publishing version {expected.version}, "
                     f"{len(wrong)} of {len(checksums.values)} tensors that it computes with are not the "
                     f"trainer's in {held.dtype}, the first is {wrong[0]}: the published values did not "
-                    "arrive, or only a part of them. "
-                    f"{self._advice}"
+                    f"arrive, or only a part of them; {self._advice}"
                 )
         self.unreadable = sorted(unreadable)
 
@@ -399,19 +398,19 @@ class WeightPublisher:
             f"{bound:.3g} is expected"
         )
         advice = (
-            "Compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 and "
+            "compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 and "
             "inference_model.head_dtype=float32 compute the output head more exactly"
         )
         if math.isnan(diff.mean):
             raise TrainingStopped(
-                f"{what}: the engine or the trainer computes numbers that are not finite. Start a new "
+                f"{what}: the engine or the trainer computes numbers that are not finite; start a new "
                 "run from the weights of an earlier checkpoint, with a lower optimizer.lr and "
                 "model.name=RUN/checkpoints/STEP/model"
             )
         if self.unreadable:
             raise TrainingStopped(
                 f"{what}; {len(self.unreadable)} of its tensors cannot be read back, the first is "
-                f"{self.unreadable[0]}, so only the log-probabilities can show whether the weights arrived. "
+                f"{self.unreadable[0]}, so only the log-probabilities can show whether the weights arrived; "
                 f"{advice}; inference_model.max_logprob_diff={2 * diff.mean:.2g} with resume=auto continues "
                 "anyway"
             )
@@ -419,7 +418,7 @@ class WeightPublisher:
             self._warned = True
             self._warn(
                 f"warning: {what}. Its weights equal the trainer's, bit for bit, so engine and trainer "
-                f"compute differently with them. {advice}. This warning is shown once; the metric "
+                f"compute differently with them; {advice}. This warning is shown once; the metric "
                 "publish/logprob_diff_mean is still logged"
             )
 

@@ -90,7 +90,7 @@ def _load_tools(cfg: Config) -> list[Tool]:
         why = sandbox.why_unavailable() if any(tool.spec == name for tool in tools) else None
         if why is not None:
             raise ConfigError(
-                f"env.tools has {name}, which cannot run safely on this machine: {why}. Remove it, or name a "
+                f"env.tools has {name}, which cannot run safely on this machine: {why}; remove it, or name a "
                 "tool of your own that runs the code elsewhere"
             )
     return tools

@@ -100,7 +100,7 @@ class TurnTokens:
             name = self._tokenizer.name_or_path or type(self._tokenizer).__name__
             raise ModelError(
                 f"The chat template of {name} refuses messages of the roles {roles} after the model's: "
-                f"{error}. Give another one as model.chat_template, or return messages of other roles."
+                f"{error}; give another one as model.chat_template, or return messages of other roles"
             ) from error
         after = self._calls.after(text) if self._calls is not None and results else _after_text(text)
         if after is None:

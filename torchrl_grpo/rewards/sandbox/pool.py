@@ -59,7 +59,7 @@ def reward_isolation(cfg: RewardConfig, name: str) -> Isolation:
     if (why := sandbox.why_unavailable()) is not None:
         raise ConfigError(
             f"reward.sandbox=true: the reward {name} may evaluate what the model writes, and this machine "
-            f"cannot run it safely: {why}. Use another reward, or write reward.sandbox=false (--no-sandbox "
+            f"cannot run it safely: {why}; use another reward, or write reward.sandbox=false (--no-sandbox "
             "for stored completions) to let such text do whatever your user may do"
         )
     return Isolation.sandbox

@@ -86,8 +86,8 @@ def learn_calls(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Mapping[st
         names = ", ".join(schema["function"]["name"] for schema in schemas)
         raise ModelError(
             f"env.tools (with {names}) cannot be used with the chat template of "
-            f"{tokenizer.name_or_path or type(tokenizer).__name__}: {error}. Give a template that supports "
-            "tools as model.chat_template, or choose another model as model.name."
+            f"{tokenizer.name_or_path or type(tokenizer).__name__}: {error}; give a template that supports "
+            "tools as model.chat_template, or choose another model as model.name"
         ) from error
 
 

@@ -71,7 +71,7 @@ def make_schema(function: Callable[..., Any], spec: str, name: str | None = None
     except (DocstringParsingException, TypeHintParsingException, NameError, ValueError) as error:
         why = str(error).rstrip(".!")
         raise ConfigError(
-            f"env.tools has {spec!r}, whose description cannot be made: {why}. Annotate every parameter, "
+            f"env.tools has {spec!r}, whose description cannot be made: {why}; annotate every parameter, "
             "and describe the function and each parameter in its docstring, under 'Args:'"
         ) from error
     if name is not None:
