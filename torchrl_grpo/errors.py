@@ -41,6 +41,6 @@ class WorkersLost(TrainingStopped):
     """Rollout workers or reference processes failed too often. The trainer is intact and can be saved."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message without a final period, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

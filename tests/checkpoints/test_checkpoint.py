@@ -470,7 +470,7 @@ def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_di
     with pytest.raises(DataError) as caught:
         check_length(Example("train/7", []), 90, 80)
     resumed, _, new = str(caught.value).partition("Or raise")
-    assert "works when resuming" in resumed and new.endswith("in a new run.")
+    assert "works when resuming" in resumed and new.endswith("in a new run")
     keys = [re.findall(r"[a-z_]+\.[a-z_]+", part) for part in (resumed, new)]
     assert keys == [
         ["env.overlong_prompts"] * 2,

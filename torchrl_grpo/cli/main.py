@@ -70,7 +70,11 @@ class Command:
             ConfigError: the configuration is for another command, or keys contradict each other.
         """
         schedule.check_method(cfg, self.method)
-        (schedule.check_async if self.asynchronous else schedule.check_sync)(cfg)
+        if self.asynchronous:
+            schedule.check_async(cfg)
+        else:
+            schedule.check_sync(cfg)
+            schedule.check_takes_turns(cfg)
 
 
 @quiet_end()

@@ -34,6 +34,23 @@ def check_sync(cfg: Config) -> None:
     _check_ranks(cfg)
 
 
+def check_takes_turns(cfg: Config) -> None:
+    """Check that nothing is set for engines that generate while the trainer trains.
+
+    An age of 1 is the default, and one of 0 is what a script does that takes turns.
+
+    Raises:
+        ConfigError: a key is set that only ``grpo-async.py`` reads.
+    """
+    wrong = "this script generates and trains in turn, so each response is of the newest weights"
+    if (age := cfg.collector.max_policy_age) > 1:
+        fix = "collector.max_policy_age=0, or call grpo-async.py"
+        raise bad_value("collector.max_policy_age", age, wrong, fix)
+    if cfg.collector.partial_rollout:
+        fix = "collector.partial_rollout=false, or call grpo-async.py"
+        raise bad_value("collector.partial_rollout", True, wrong, fix)
+
+
 def check_method(cfg: Config, method: TrainMethod) -> None:
     """Check that a configuration is one for the script that was called.
 

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, first_line
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
 from torchrl_grpo.inference.servers.channels import trial
 from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
@@ -301,7 +301,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int], folder: Folder | None
             ray.init(address=address, **_options())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"ray.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one "
+            f"ray.address={address}: no Ray cluster answers there ({first_line(error)}); start one "
             "with `ray start --head`, or write ray.address=null to start one for this run"
         ) from error
 
