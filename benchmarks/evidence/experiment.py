@@ -22,6 +22,8 @@ class Experiment:
         outcome: what the results say of the claim; empty until there are some.
         needs: GPU that it needs, with the peak and the hours that the planner predicts; empty for a CPU.
         once: further words of the first arm's run with seed 0, for what is too slow for every seed.
+        reach: held-out value; the table has the responses and seconds that each arm takes to it. None for no
+            such columns.
     """
 
     claim: str
@@ -32,3 +34,4 @@ class Experiment:
     outcome: str = ""
     needs: str = ""
     once: Sequence[str] = ()
+    reach: float | None = None

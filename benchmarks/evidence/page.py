@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
+from benchmarks.learning import interval
 from torchrl_grpo.sweep import statistics
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +70,41 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         cells.append("" if arm == arms[0] or not shared else _mean(pairs, signed=True))
         if experiment.shape:
             cells.append(f"{np.mean([run['formed'][1] for run in own.values()]):.2f}")
+        if experiment.reach is not None:
+            cells += _reached(experiment.reach, own, grades[arms[0]])
         stages = np.mean([run["seconds"] for run in own.values()], axis=0)
         cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
     return rows
+
+
+def reached(record: dict[str, Any], value: float) -> tuple[float, float]:
+    """Return the responses and the seconds of a run up to a held-out value, on lines between evaluations.
+
+    NaN if it does not come to the value.
+    """
+    points = zip(record["steps"], record["values"], record["clock"], strict=True)
+    for (step, low, clock), (next_step, high, next_clock) in itertools.pairwise(points):
+        if low < value <= high:
+            share = (value - low) / (high - low)
+            at = step + share * (next_step - step)
+            each = record["responses"][-1] / record["steps"][-1]
+            return at * each, clock + share * (next_clock - clock)
+    return math.nan, math.nan
+
+
+def _reached(value: float, own: Mapping[int, Any], first: Mapping[int, Any]) -> list[str]:
+    """Return the cells of :func:`reached`: means, and how they compare with the first arm's, by seed."""
+    numbers = np.array([reached(run, value) for run in own.values()])
+    responses, seconds = (f"{mean:.0f}" for mean in numbers.mean(0))
+    shared = [seed for seed in own if seed in first]
+    if own is not first and len(shared) > 1:
+        pairs = np.array([[reached(runs[seed], value) for runs in (own, first)] for seed in shared])
+        mean, half = interval(pairs[:, 0, 0] - pairs[:, 1, 0])
+        ratios = pairs[:, 0, 1] / pairs[:, 1, 1]
+        responses += f" ({mean:+.0f} [{mean - half:+.0f}, {mean + half:+.0f}])"
+        seconds += f" ({ratios.min():.1f} to {ratios.max():.1f} times)"
+    return [responses, seconds]
 
 
 def _mean(values: Any, signed: bool = False) -> str:
@@ -100,6 +134,8 @@ def start(experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
 def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
     columns = ["arm", "seeds", "after", "rise", "difference"]
     columns += ["form"] if experiment.shape else []
+    if experiment.reach is not None:
+        columns += [f"responses to {experiment.reach}", f"seconds to {experiment.reach}"]
     columns.append("seconds")
     head, *rows = ["|" + "|".join(row) + "|" for row in (columns, *table(experiment, records))]
     return "\n".join(
@@ -129,16 +165,21 @@ def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], f
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = name
-    figure, axes = pyplot.subplots(figsize=(6, 3.2))
-    for arm in experiment.arms:
-        runs = [record for record in records if record["arm"] == arm]
-        if not runs or any(run["steps"] != runs[0]["steps"] for run in runs):
-            continue
-        values = np.array([run["values"] for run in runs])
-        (line,) = axes.plot(runs[0]["steps"], values.mean(0), marker=".", label=arm)
-        axes.fill_between(runs[0]["steps"], values.min(0), values.max(0), color=line.get_color(), alpha=0.2)
-    axes.set(xlabel="optimizer steps", ylabel="held-out value", ylim=(0, 1))
-    axes.legend(fontsize=8)
+    panels = {"steps": "optimizer steps"}
+    if experiment.reach is not None:
+        panels["clock"] = "seconds of generating and training"
+    figure, each_axes = pyplot.subplots(1, len(panels), figsize=(6, 3.2), sharey=True, squeeze=False)
+    for axes, (across, title) in zip(each_axes[0], panels.items(), strict=True):
+        for arm in experiment.arms:
+            runs = [record for record in records if record["arm"] == arm]
+            if not runs or any(run["steps"] != runs[0]["steps"] for run in runs):
+                continue
+            at, values = (np.array([run[key] for run in runs]) for key in (across, "values"))
+            (line,) = axes.plot(at.mean(0), values.mean(0), marker=".", label=arm)
+            axes.fill_between(at.mean(0), values.min(0), values.max(0), color=line.get_color(), alpha=0.2)
+        axes.set(xlabel=title, ylim=(0, 1))
+    each_axes[0, 0].set(ylabel="held-out value")
+    each_axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(folder / f"evidence-{name}.svg", metadata={"Date": None})
     pyplot.close(figure)

@@ -58,6 +58,7 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Pat
         "metric": trial.metric,
         "steps": trial.steps,
         "values": trial.values,
+        "clock": _clock(last, trial.steps),
         "ids": ids,
         "before": [before[id][0] for id in ids],
         "after": [after[id][0] for id in ids],
@@ -68,6 +69,16 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Pat
     if first and final:
         record["passes"] = [first[0], final[-1]]
     return record
+
+
+def _clock(run: Path, steps: Sequence[int]) -> list[float]:
+    """Return the seconds of a run's steps up to each of ``steps``, without start and evaluations."""
+    spent = {row["step"]: row["time/step_s"] - row.get("time/eval_s", 0.0) for row in _steps(run)}
+    return [sum(seconds for at, seconds in spent.items() if at <= step) for step in steps]
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    return [row for row in read_jsonl(run / METRICS) if "time/step_s" in row]
 
 
 def _passes(run: Path) -> list[float]:

@@ -469,7 +469,7 @@ def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_di
             checkpoint.check_same_run(folder, cut)
     with pytest.raises(DataError) as caught:
         check_length(Example("train/7", []), 90, 80)
-    resumed, _, new = str(caught.value).partition("Or raise")
+    resumed, _, new = str(caught.value).partition("or raise")
     assert "works when resuming" in resumed and new.endswith("in a new run")
     keys = [re.findall(r"[a-z_]+\.[a-z_]+", part) for part in (resumed, new)]
     assert keys == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,13 @@ from run_files import write_evaluations
 from scipy import stats
 
 from benchmarks.evidence import __main__ as command
-from benchmarks.evidence import controls, page, records
+from benchmarks.evidence import controls, page, records, with_trl
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import first_model
 from torchrl_grpo.cli.checked_job import compose_job
+from torchrl_grpo.data.load import load
+from torchrl_grpo.envs.stream import PromptStream
 
 ARMS: dict[str, Any] = {"GRPO": (), "random": ()}
 
@@ -73,9 +76,46 @@ def test_an_arm_of_one_seed_has_no_interval_and_the_share_of_the_right_form() ->
     assert page.start(experiment, rows) == "Before training: 0.500, and 0.25 in the right form."
 
 
+def test_responses_and_seconds_to_a_value_lie_between_evaluations() -> None:
+    curve = {"steps": [0, 4, 8], "responses": [80], "values": [0.0, 0.4, 0.6]}
+    ours = {**curve, "clock": [0.0, 10.0, 30.0]}
+    assert page.reached(ours, 0.5) == pytest.approx((60, 20))
+    assert all(math.isnan(number) for number in page.reached(ours, 0.7))
+    theirs = {**curve, "values": [0.0, 0.2, 0.8], "clock": [0.0, 50.0, 90.0]}
+    rows = [made("GRPO", seed, [0.0], [0.6], **ours) for seed in range(2)]
+    rows += [made("random", 0, [0.0], [0.8], **ours), made("random", 1, [0.0], [0.8], **theirs)]
+    first, second = page.table(Experiment("", "", ARMS, reach=0.5), rows)
+    assert first[5:7] == ["60", "20"]
+    # Theirs come to it after 6 steps, too, and 70 seconds.
+    assert second[5:7] == ["60 (+0 [+0, +0])", "45 (1.0 to 3.5 times)"]
+
+
+@pytest.mark.slow
+@pytest.mark.float32
+def test_trl_is_given_the_problems_and_rewards_of_a_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    words = [f"model.name={tiny_model_dir}", "inference_model.backend=transformers", "env.num_envs=2"]
+    words += ["env.repeats=2", "train.total_dialog_turns=12", "eval.num_problems=4", "eval.frequency=2"]
+    cfg = compose_job(words, "grpo_quickstart", None)
+    run = tmp_path / "run"
+    assert with_trl.run(cfg, run)["dialog_turns"] == 12
+    rollouts, graded, metrics = (
+        [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("rollouts", "evaluations", "metrics")
+    )
+    stream = PromptStream(load(cfg).train, cfg.seed, cfg.env.shuffle)
+    drawn = [example.id for example in (stream.at(number) for number in range(6)) for _ in range(2)]
+    assert [row["id"] for row in rollouts] == drawn
+    assert [row["step"] for row in rollouts] == [1] * 4 + [2] * 4 + [3] * 4
+    assert {row["step"] for row in graded} == {0, 2, 3} and len(graded) == 12
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert all("eval/accuracy" in row for row in metrics if row["step"] != 1)
+    assert all(row["time/step_s"] > 0 for row in metrics[1:])
+
+
 def ended(folder: Path, grades: dict[int, Any], best_of: list[float] | None = None) -> Path:
     run = write_evaluations(folder, grades)
     rows = [{"step": step, "eval/accuracy": value} for step, value in zip(grades, (0.5, 0.75), strict=False)]
+    rows[-1].update({"time/step_s": 5.0, "time/eval_s": 1.0})
     for row, value in zip(rows, best_of or [], strict=False):
         row["eval/pass_at_8"] = value
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,6 +153,7 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     grades = {0: {"p": 0.0, "q": 1.0}, 4: {"p": 1.0, "q": [1.0, 0.0]}}
     run = ended(tmp_path / "run", grades, [0.5, 1.0])
     record = records.read_record("GRPO", 1, [run], r"run \w \d 0", run)
+    assert record["clock"] == [0, 4]
     assert (record["ids"], record["before"], record["after"]) == (["p", "q"], [0.0, 1.0], [1.0, 0.5])
     assert (record["formed"], record["seconds"], record["steps"]) == ([1.0, 0.75], [9], [0, 4])
     assert record["passes"] == [0.5, 1.0]
