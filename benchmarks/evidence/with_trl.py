@@ -9,7 +9,6 @@ gets no gradient checkpointing, which saves memory that nobody needs here.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import time
@@ -20,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-if importlib.util.find_spec("torchrl_grpo") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# Where this package is, which is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 _TRAINER = "TRL GRPOTrainer, generation by transformers"
 
