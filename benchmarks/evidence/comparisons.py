@@ -96,6 +96,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             "this project": (Stage(_GRPO, _BESIDE_TRL),),
             "TRL": (Stage("benchmarks/evidence/with_trl.py", (*_BESIDE_TRL, "eval.at_start=false")),),
         },
+        outcome="One seed so far, on two quiet cores: TRL took 3.8 times the seconds for as many responses, "
+        "and 4.7 times those to 0.5. It generates with transformers here.",
         reach=0.5,
     ),
     "gsm8k-0.5b": _gsm8k(
