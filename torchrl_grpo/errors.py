@@ -42,5 +42,11 @@ class WorkersLost(TrainingStopped):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message without a final period, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """Return the first line of an error's message without its end of a sentence; its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!")
+
+
+def typed_first_line(error: BaseException) -> str:
+    """Return the type of an error and, if it has a message, :func:`first_line` of that."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name

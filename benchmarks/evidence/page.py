@@ -31,9 +31,10 @@ has commands, versions, machine, the curve of each run, and the grade of each he
 problems are never trained on.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
-first arm, on the same seeds and problems. *Form* is the share of answers in the right form.
-*Best of 8* is pass@8: whether any of eight answers, sampled at temperature 1, is right. Seconds are those of
-each command of an arm, with its start and its evaluations; other programs often shared the machine.
+first arm, on the same seeds and problems; that of responses to a value is over seeds alone. *Form* is the
+share of answers in the right form. *Best of 8* is pass@8: whether any of eight answers, sampled at
+temperature 1, is right. Seconds are those of each command of an arm, with its start and its evaluations;
+other programs often shared the machine.
 """
 
 
@@ -72,7 +73,9 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
             cells.append(f"{np.mean([run['formed'][1] for run in own.values()]):.2f}")
         if experiment.reach is not None:
             cells += _reached(experiment.reach, own, grades[arms[0]])
-        stages = np.mean([run["seconds"] for run in own.values()], axis=0)
+        # Beside TRL, whose models are graded after it has trained, the seconds of steps count alone.
+        timed = [run["seconds"] if experiment.reach is None else run["clock"][-1:] for run in own.values()]
+        stages = np.mean(timed, axis=0)
         cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
     return rows
@@ -96,6 +99,8 @@ def reached(record: dict[str, Any], value: float) -> tuple[float, float]:
 def _reached(value: float, own: Mapping[int, Any], first: Mapping[int, Any]) -> list[str]:
     """Return the cells of :func:`reached`: means, and how they compare with the first arm's, by seed."""
     numbers = np.array([reached(run, value) for run in own.values()])
+    if np.isnan(numbers).any():
+        return [f"not by {np.isnan(numbers[:, 0]).sum()} of {len(numbers)} seeds", ""]
     responses, seconds = (f"{mean:.0f}" for mean in numbers.mean(0))
     shared = [seed for seed in own if seed in first]
     if own is not first and len(shared) > 1:
@@ -136,11 +141,11 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     columns += ["form"] if experiment.shape else []
     if experiment.reach is not None:
         columns += [f"responses to {experiment.reach}", f"seconds to {experiment.reach}"]
-    columns.append("seconds")
+    columns.append("seconds" if experiment.reach is None else "seconds of all steps")
     head, *rows = ["|" + "|".join(row) + "|" for row in (columns, *table(experiment, records))]
     return "\n".join(
         [
-            f"## {name.capitalize()}\n",
+            f"## {name[0].upper()}{name[1:]}\n",
             f"Claim: {experiment.claim} Refuted if {_lower(experiment.refuted_by)}\n",
             f"{start(experiment, records)}\n",
             head,
@@ -161,7 +166,10 @@ def _lower(text: str) -> str:
 
 
 def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Draw the mean held-out value of each arm over steps, between its lowest and its highest seed."""
+    """Draw the mean held-out value of each arm, between its lowest and its highest seed.
+
+    The axis is that of optimizer steps, and with ``reach`` that of seconds beside it.
+    """
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = name

@@ -3,13 +3,15 @@
 The same are: model, problems and their order, rewards, samples, loss (``policy=grpo`` is TRL's
 ``loss_type=dapo``, tests/objectives/test_peers.py), AdamW and its schedule, and who grades held-out
 responses. Models are kept while TRL trains and graded afterwards, so that the seconds of a step are those of
-generating and training alone. TRL generates with transformers, because its vLLM does not start on a CPU. It
-gets no gradient checkpointing, which saves memory that nobody needs here.
+generating and training alone. TRL generates with transformers, because its vLLM does not start on a CPU. Its
+micro-batches are its own, of eight responses, and it gets no gradient checkpointing, which saves memory that
+nobody needs here. Words that it cannot follow are refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -37,21 +39,29 @@ def run(cfg: Any, run_dir: Path) -> dict[str, Any]:
     """
     from torchrl_grpo.config.derived import rounds
     from torchrl_grpo.data.load import load
+    from torchrl_grpo.errors import ConfigError
     from torchrl_grpo.observe.metrics import EvaluationWriter, MetricsWriter
     from torchrl_grpo.observe.report import SUMMARY
-    from torchrl_grpo.report import about
+    from torchrl_grpo.planning import cores
     from torchrl_grpo.rewards.registry import of_run
     from torchrl_grpo.training.job import evaluate_problems
 
+    # As in a run of this project, and before torch is imported.
+    cores.wait_passively()
+    default, train = type(cfg)(), cfg.train
+    if (
+        cfg.policy != default.policy
+        or (cfg.train_model.autocast, cfg.train_model.lora.rank, cfg.optimizer.name) != ("no", 0, "adamw")
+        or (cfg.env.sampling, train.epochs, train.optim_batch_size)
+        != ("uniform", 1, default.train.optim_batch_size)
+    ):
+        raise ConfigError("TRL is given float32, AdamW and policy=grpo only; write none of their other keys")
     problems = load(cfg)
+    _record(cfg, run_dir)
     with closing(of_run(cfg, problems, run_dir)) as reward_set:
         seconds = _train(cfg, run_dir, problems, reward_set)
     steps = rounds(cfg)
     assert len(seconds) == steps
-    about.record(run_dir, cfg, _TRAINER)
-    recorded = json.loads((run_dir / about.RECORD).read_text())
-    recorded["versions"]["trl"] = version("trl")
-    (run_dir / about.RECORD).write_text(json.dumps(recorded, indent=1) + "\n")
     with closing(MetricsWriter(run_dir)) as metrics, closing(EvaluationWriter(run_dir)) as evaluations:
         for step in range(steps + 1):
             values = {} if step == 0 else {"time/step_s": seconds[step - 1]}
@@ -66,6 +76,16 @@ def run(cfg: Any, run_dir: Path) -> dict[str, Any]:
     summary = {"steps": steps, "seconds": sum(seconds), "dialog_turns": turns}
     (run_dir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return summary
+
+
+def _record(cfg: Any, run_dir: Path) -> None:
+    """Write what a report says of the run, with TRL's version."""
+    from torchrl_grpo.report import about
+
+    about.record(run_dir, cfg, _TRAINER)
+    recorded = json.loads((run_dir / about.RECORD).read_text())
+    recorded["versions"]["trl"] = version("trl")
+    (run_dir / about.RECORD).write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 def _model(run_dir: Path, step: int) -> Path:
@@ -136,7 +156,7 @@ def _train(cfg: Any, run_dir: Path, problems: Any, reward_set: Any) -> list[floa
             self.began = time.perf_counter()
 
     batch = cfg.env.num_envs * cfg.env.repeats
-    size = min(8, batch)
+    size = math.gcd(8, batch)
     use_all_cores()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     own = cfg.optimizer

@@ -68,6 +68,7 @@ class Part:
             "size": self.size,
             "sizes": list(self.sizes),
             "costs": costs,
+            "repetitions": [list(measured) for measured in rounds],
             "shown": [f"{figure:.3g} {self.unit}" for figure in figures],
             "target": self._target(),
             "exponent": power,

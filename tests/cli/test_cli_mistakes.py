@@ -538,7 +538,10 @@ BAD: list[tuple[str, str]] = [
     ("env.tools=[calculator] env.allowed_tools=[add]", "no server offers tools"),
     ("env.tools=[calculator] env.max_tool_characters=0", "must be at least 1"),
     ("env.tools=[calculator] collector.partial_rollout=true", "stays with the worker"),
-    ("collector.partial_rollout=true", "in turn, so each response is of the newest weights; write"),
+    (
+        "collector.partial_rollout=true",
+        "ahead of the trainer; write collector.partial_rollout=false, or call grpo-async.py",
+    ),
     ("collector.max_policy_age=2", "write collector.max_policy_age=0, or call grpo-async.py"),
     ("env.tools=[calculator] env.overlong_prompts=truncate_left", "write env.overlong_prompts=drop"),
     ("env.tools=[calculator] env=reasoning_gym env.task=chain_sum", "an episode's prompt is made before"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from benchmarks.learning import first_model
 from torchrl_grpo.cli.checked_job import compose_job
 from torchrl_grpo.data.load import load
 from torchrl_grpo.envs.stream import PromptStream
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards.registry import of_run
 
 ARMS: dict[str, Any] = {"GRPO": (), "random": ()}
 
@@ -87,7 +90,9 @@ def test_responses_and_seconds_to_a_value_lie_between_evaluations() -> None:
     first, second = page.table(Experiment("", "", ARMS, reach=0.5), rows)
     assert first[5:7] == ["60", "20"]
     # Theirs come to it after 6 steps, too, and 70 seconds.
-    assert second[5:7] == ["60 (+0 [+0, +0])", "45 (1.0 to 3.5 times)"]
+    assert second[5:] == ["60 (+0 [+0, +0])", "45 (1.0 to 3.5 times)", "60"]
+    rows[-1]["values"] = [0.0, 0.1, 0.2]
+    assert page.table(Experiment("", "", ARMS, reach=0.5), rows)[1][5:7] == ["not by 1 of 2 seeds", ""]
 
 
 @pytest.mark.slow
@@ -95,6 +100,10 @@ def test_responses_and_seconds_to_a_value_lie_between_evaluations() -> None:
 def test_trl_is_given_the_problems_and_rewards_of_a_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     words = [f"model.name={tiny_model_dir}", "inference_model.backend=transformers", "env.num_envs=2"]
     words += ["env.repeats=2", "train.total_dialog_turns=12", "eval.num_problems=4", "eval.frequency=2"]
+    # A model with random weights earns nothing with sums.
+    (tmp_path / "own.py").write_text("def length(response, answer):\n    return len(response) % 5\n")
+    words += [f"reward.functions={{length: '{tmp_path}/own.py:length'}}", "eval.reward=reasoning_gym"]
+    words += ["reward.weights={length: 1.0}"]
     cfg = compose_job(words, "grpo_quickstart", None)
     run = tmp_path / "run"
     assert with_trl.run(cfg, run)["dialog_turns"] == 12
@@ -106,10 +115,19 @@ def test_trl_is_given_the_problems_and_rewards_of_a_run(tiny_model_dir: Path, tm
     drawn = [example.id for example in (stream.at(number) for number in range(6)) for _ in range(2)]
     assert [row["id"] for row in rollouts] == drawn
     assert [row["step"] for row in rollouts] == [1] * 4 + [2] * 4 + [3] * 4
+    examples = {example.id: example for example in (stream.at(number) for number in range(6))}
+    with closing(of_run(cfg, load(cfg))) as reward_set:
+        scores = reward_set.score(
+            [row["response"] for row in rollouts], [examples[row["id"]] for row in rollouts]
+        )
+    assert [row["reward"] for row in rollouts] == [score.total for score in scores]
+    assert len({row["reward"] for row in rollouts}) > 1
     assert {row["step"] for row in graded} == {0, 2, 3} and len(graded) == 12
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
     assert all("eval/accuracy" in row for row in metrics if row["step"] != 1)
     assert all(row["time/step_s"] > 0 for row in metrics[1:])
+    with pytest.raises(ConfigError, match="TRL is given float32, AdamW and policy=grpo only"):
+        with_trl.run(compose_job([*words, "policy=dapo"], "grpo_quickstart", None), tmp_path / "other")
 
 
 def ended(folder: Path, grades: dict[int, Any], best_of: list[float] | None = None) -> Path:

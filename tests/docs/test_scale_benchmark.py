@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,8 @@ def test_parts_and_sizes_take_turns_and_the_least_cost_of_each_counts() -> None:
     first, second = in_turn({"often": often, "once": once}, lines.append)
     assert (first["name"], first["costs"], second["costs"]) == ("often", [1.0, 8.0], [5.0])
     assert measured == [1, 4, 2, 1, 4]
+    # From 2 to 8, and from 1 to 9.
+    assert first["exponent"] == pytest.approx((1 + math.log(9, 4)) / 2)
     assert [line.partition(":")[0] for line in lines] == ["once", "often"]
 
 

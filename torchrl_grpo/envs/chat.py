@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.control_tokens import Message, control_tokens, visible
 from torchrl_grpo.envs.picture_marks import check_marks, in_parts, with_picture_tokens
-from torchrl_grpo.errors import DataError, ModelError
+from torchrl_grpo.errors import DataError, ModelError, first_line
 from torchrl_grpo.inference.protocol import PromptPictures
 from torchrl_grpo.models.pictures import processor_of
 
@@ -63,7 +63,7 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, example: Example, reply: s
         roles = ", ".join(message["role"] for message in [*example.messages, *end])
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} refuses messages of "
-            f"the roles {roles}: {error}; give another one as model.chat_template, or set "
+            f"the roles {roles}: {first_line(error)}; give another one as model.chat_template, or set "
             "env.system_prompt=null if it does not support a system message"
         ) from error
     if processor is not None and reply is None:
@@ -155,8 +155,8 @@ def after_message(tokenizer: PreTrainedTokenizerBase) -> str:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TemplateError as error:
         raise ModelError(
-            f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}; "
-            "give another one as model.chat_template"
+            f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: "
+            f"{first_line(error)}; give another one as model.chat_template"
         ) from error
     _, content, after = text.rpartition(answer)
     if not content:
@@ -213,8 +213,8 @@ def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
     if length > max_prompt_tokens:
         raise DataError(
             f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit; cut such "
-            "prompts with env.overlong_prompts=truncate_right, which also works when resuming, drop them "
-            "with env.overlong_prompts=drop, if the data set is not generated, or raise "
+            "prompts with env.overlong_prompts=truncate_right, which also works when resuming; or drop them "
+            "with env.overlong_prompts=drop, if the data set is not generated; or raise "
             "inference_model.max_model_len or lower inference_model.max_new_tokens in a new run"
         )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.errors import ConfigError, UserError, first_line
+from torchrl_grpo.errors import ConfigError, UserError, typed_first_line
 from torchrl_grpo.runtime import hardware, rank_env, screen, shared_memory
 from torchrl_grpo.tools.gpu_check.results import Result, Status
 
@@ -189,8 +189,6 @@ def run_check(name: str, check: Callable[[], str]) -> Result:
     except UserError as error:
         return Result(name, Status.failed, time.monotonic() - start, reason=str(error))
     except Exception as error:  # noqa: BLE001  whatever is wrong with the machine is the result
-        reason = (
-            f"{type(error).__name__}: {first_line(error)}; `python -m torchrl_grpo.tools.gpu_check` says more"
-        )
+        reason = f"{typed_first_line(error)}; `python -m torchrl_grpo.tools.gpu_check` says more"
         return Result(name, Status.failed, time.monotonic() - start, reason=reason)
     return Result(name, Status.passed, time.monotonic() - start, {"ok": text})

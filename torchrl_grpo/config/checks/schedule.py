@@ -42,13 +42,12 @@ def check_takes_turns(cfg: Config) -> None:
     Raises:
         ConfigError: a key is set that only ``grpo-async.py`` reads.
     """
-    wrong = "this script generates and trains in turn, so each response is of the newest weights"
+    wrong = "only grpo-async.py generates ahead of the trainer"
+    script = "" if cfg.train.method == "sft" else ", or call grpo-async.py"
     if (age := cfg.collector.max_policy_age) > 1:
-        fix = "collector.max_policy_age=0, or call grpo-async.py"
-        raise bad_value("collector.max_policy_age", age, wrong, fix)
+        raise bad_value("collector.max_policy_age", age, wrong, f"collector.max_policy_age=0{script}")
     if cfg.collector.partial_rollout:
-        fix = "collector.partial_rollout=false, or call grpo-async.py"
-        raise bad_value("collector.partial_rollout", True, wrong, fix)
+        raise bad_value("collector.partial_rollout", True, wrong, f"collector.partial_rollout=false{script}")
 
 
 def check_method(cfg: Config, method: TrainMethod) -> None:

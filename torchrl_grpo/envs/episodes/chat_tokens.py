@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from torchrl_grpo.envs.control_tokens import control_tokens
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import ModelError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,7 +100,8 @@ class TurnTokens:
             name = self._tokenizer.name_or_path or type(self._tokenizer).__name__
             raise ModelError(
                 f"The chat template of {name} refuses messages of the roles {roles} after the model's: "
-                f"{error}; give another one as model.chat_template, or return messages of other roles"
+                f"{first_line(error)}; give another one as model.chat_template, or return messages of other "
+                "roles"
             ) from error
         after = self._calls.after(text) if self._calls is not None and results else _after_text(text)
         if after is None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from torchrl_grpo.errors import UserError, WorkersLost, first_line
+from torchrl_grpo.errors import UserError, WorkersLost, typed_first_line
 from torchrl_grpo.inference.protocol import ProbeResult
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
@@ -508,7 +508,7 @@ class Dispatcher:
         self._own_restarts += 1
         if self._own_restarts > self._max_restarts:
             raise WorkersLost(
-                f"rollout worker {worker_index} failed ({type(error).__name__}: {first_line(error)}), and "
+                f"rollout worker {worker_index} failed ({typed_first_line(error)}), and "
                 f"collector.max_restarts={self._max_restarts} workers have been replaced already; fix the "
                 "cause and resume with resume=auto (or start a new run if there is no checkpoint), or raise "
                 "collector.max_restarts or collector.timeout_s"

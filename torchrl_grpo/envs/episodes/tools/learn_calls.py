@@ -20,7 +20,7 @@ from torchrl_grpo.envs.episodes.tools.call_turns import CallMessage, CallTurn
 from torchrl_grpo.envs.episodes.tools.learn_formats import FIRST, SECOND, Written, formats, shared_start
 from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe
 from torchrl_grpo.envs.openings import opening
-from torchrl_grpo.errors import ModelError
+from torchrl_grpo.errors import ModelError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,8 +86,8 @@ def learn_calls(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Mapping[st
         names = ", ".join(schema["function"]["name"] for schema in schemas)
         raise ModelError(
             f"env.tools (with {names}) cannot be used with the chat template of "
-            f"{tokenizer.name_or_path or type(tokenizer).__name__}: {error}; give a template that supports "
-            "tools as model.chat_template, or choose another model as model.name"
+            f"{tokenizer.name_or_path or type(tokenizer).__name__}: {first_line(error)}; give a template "
+            "that supports tools as model.chat_template, or choose another model as model.name"
         ) from error
 
 
