@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Options with which TRL's trainers write and print nothing.
+TRL_IS_QUIET: dict[str, Any] = {
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+}
 # Plain words that extend a prompt to any length.
 _WORDS = ["a", "merchant", "sold", "apples", "and", "pears", "at", "the", "market", "then", "walked", "home"]
 

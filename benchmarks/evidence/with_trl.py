@@ -105,7 +105,7 @@ def _train(cfg: Any, run_dir: Path, problems: Any, reward_set: Any) -> list[floa
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from benchmarks.workload import use_all_cores
+    from benchmarks.workload import TRL_IS_QUIET, use_all_cores
     from torchrl_grpo.config.derived import rounds
     from torchrl_grpo.envs.stream import PromptStream
     from torchrl_grpo.models import loading
@@ -174,10 +174,7 @@ def _train(cfg: Any, run_dir: Path, problems: Any, reward_set: Any) -> list[floa
             use_cpu=not torch.cuda.is_available(),
             bf16=False,
             gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
+            **TRL_IS_QUIET,
             per_device_train_batch_size=size,
             gradient_accumulation_steps=batch // size,
             num_generations=cfg.env.repeats,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.protocol import serve
-from benchmarks.workload import Workload, reward, settle, use_all_cores
+from benchmarks.workload import TRL_IS_QUIET, Workload, reward, settle, use_all_cores
 
 
 class _Paced(TrainerCallback):
@@ -72,10 +72,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         output_dir=tempfile.mkdtemp(),
         use_cpu=not on_gpu,
         bf16=workload.autocast == "bf16",
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
+        **TRL_IS_QUIET,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=batch // size,
         num_generations=workload.samples,
