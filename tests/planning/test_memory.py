@@ -716,6 +716,13 @@ def test_processors_that_compute_fast_in_bfloat16(
     assert not hardware.cpu_has_fast_bfloat16(tmp_path / "none")
 
 
+def test_a_processor_is_named_by_its_model_or_by_its_architecture(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC\nmodel name\t: AMD EPYC\n")
+    assert hardware.processor(tmp_path / "cpuinfo") == "AMD EPYC"
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nCPU part\t: 0xd40\n")
+    assert hardware.processor(tmp_path / "cpuinfo") == hardware.processor(tmp_path / "none") != ""
+
+
 # Too little of it
 
 

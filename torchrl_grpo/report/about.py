@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from torchrl_grpo.observe.metrics import jsonable
 from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.runtime.files.run_records import DAMAGED, newest_record, read_yaml
 from torchrl_grpo.runtime.files.shared_files import read_small, replace
+from torchrl_grpo.runtime.hardware import processor
 from torchrl_grpo.runtime.package_versions import versions
 
 RECORD = Path(".hydra/about.json")
@@ -45,7 +47,7 @@ def record(run_dir: Path, cfg: Config, plan: str) -> None:
     entries = {
         "plan": plan,
         "versions": versions("ray", "accelerate", "datasets"),
-        "machine": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "machine": f"{platform.system()} {platform.release()}, {os.cpu_count()} cores of {processor()}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         # Which responses count as right, in the history of a problem.
         "right": {"reward": eval_reward_name(cfg), "threshold": threshold},

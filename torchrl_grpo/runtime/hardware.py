@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -200,6 +201,17 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """
     description = cpuinfo.read_text() if cpuinfo.exists() else ""
     return "amx_bf16" in description or ("avx512_bf16" in description and "AuthenticAMD" in description)
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model of the CPU, or its architecture where the kernel does not tell the model.
+
+    Args:
+        cpuinfo: path of the kernel's description of the CPU.
+    """
+    description = cpuinfo.read_text() if cpuinfo.exists() else ""
+    model = re.search(r"^model name\s*:\s*(\S.*)$", description, re.MULTILINE)
+    return model[1] if model else platform.machine()
 
 
 def _gpus() -> tuple[Gpu, ...]:
