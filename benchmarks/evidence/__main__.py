@@ -26,6 +26,10 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in EXPERIMENTS]:
         parser.error(f"NAME={unknown[0]}: there is no such experiment; write one of {', '.join(EXPERIMENTS)}")
+    for name in args.names:
+        arms = EXPERIMENTS[name].arms
+        if args.arm is not None and args.arm not in arms:
+            parser.error(f"--arm={args.arm}: {name} has no such arm; write one of {', '.join(arms)}")
     if args.names and args.folder is None:
         parser.error("--folder: it is missing; write the folder for the runs")
     for name in args.names:
@@ -36,7 +40,8 @@ def main() -> None:
             # All arms begin with the model that the first one evaluates.
             (base, *_) = folders_of(next(iter(experiment.arms.values())), experiment.arms, seed, folder)
             for arm, stages in experiment.arms.items():
-                if args.arm in (None, arm):
+                # Without the run that evaluates the first model, no record could be made of another arm.
+                if args.arm in (None, arm) or (arm == next(iter(experiment.arms)) and not base.is_dir()):
                     runs = folders_of(stages, experiment.arms, seed, folder)
                     words = experiment.once if seed == 0 and runs[-1] == base else ()
                     run_stages(stages, seed, runs, words, model)
@@ -56,6 +61,8 @@ def _write_page() -> None:
     for name, rows in present.items():
         if rows:
             page.draw(name, EXPERIMENTS[name], rows, page.PICTURES)
+    if sampled := present[page.SAMPLED]:
+        page.README.write_text(page.with_samples(page.README.read_text(), sampled))
     sys.stdout.write(f"written to {page.PAGE}\n")
 
 

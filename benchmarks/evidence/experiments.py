@@ -13,6 +13,8 @@ from benchmarks.learning import Stage
 _GRPO, _SFT = "sota-implementations/grpo/grpo.py", "sota-implementations/sft/sft.py"
 _CONTROLS = Path(__file__).resolve().parent / "controls.py"
 _BEST_OF = 8
+# All arms begin with the same model, which the first one alone evaluates.
+_LATER = "eval.at_start=false"
 # Of a round of GRPO: few prompts with many samples, because the prompts take most of the time of a step. Of a
 # round of SFT: solutions.
 _PROMPTS, _SAMPLES, _SOLUTIONS = 4, 16, 8
@@ -27,6 +29,7 @@ def _task(
     outcome: str,
     held_out: int = 300,
     seeds: int = 3,
+    trivial: str = "",
 ) -> Experiment:
     """Return GRPO on a task of reasoning_gym beside its controls.
 
@@ -43,6 +46,7 @@ def _task(
         outcome: see :class:`Experiment`.
         held_out: number of held-out problems.
         seeds: see :class:`Experiment`.
+        trivial: further criterion, what a policy that ignores the question comes to; empty for none.
     """
     common = (
         "--config-name=grpo_quickstart",
@@ -56,30 +60,51 @@ def _task(
     )
     grpo = (*common, f"train.total_dialog_turns={rounds * _PROMPTS * _SAMPLES}")
     grpo += (f"env.num_envs={_PROMPTS}", f"env.repeats={_SAMPLES}")
-    pattern = shape.replace("'", "''")
-    formed = (
-        f"reward.functions={{form: '{_CONTROLS}:form'}}",
-        f"reward.args={{form: {{pattern: '{pattern}'}}}}",
-    )
-    drawn = (f"reward.functions={{chance: '{_CONTROLS}:chance'}}", "reward.weights={chance: 1.0}")
+    formed = _rewards_form(shape)
     own = (*grpo, *formed, "reward.weights={reasoning_gym: 1.0, form: 0.1}")
-    later = "eval.at_start=false"
     solutions = (*common, "+method=sft", f"env.num_envs={_SOLUTIONS}")
-    sft = Stage(_SFT, (*solutions, f"train.total_dialog_turns={rounds * _SOLUTIONS}", later))
+    sft = Stage(_SFT, (*solutions, f"train.total_dialog_turns={rounds * _SOLUTIONS}", _LATER))
     return Experiment(
         f"GRPO teaches SmolLM2-135M {skill} by right answers, not by form or chance.",
-        "The interval of the rise includes 0, or that of its difference to a random reward or one for form.",
+        f"The interval of the rise, or of a difference to a control, includes 0{trivial}.",
         {
             "GRPO": (Stage(_GRPO, own),),
-            "reward for form": (Stage(_GRPO, (*grpo, *formed, "reward.weights={form: 1.0}", later)),),
-            "random reward": (Stage(_GRPO, (*grpo, *drawn, later)),),
+            **_control_arms(grpo, shape),
             "SFT": (sft,),
-            "SFT, then GRPO": (sft, Stage(_GRPO, (*own, later))),
+            "SFT, then GRPO": (sft, Stage(_GRPO, (*own, _LATER))),
         },
         shape,
         seeds,
         outcome,
         once=(f"eval.pass_at_k={_BEST_OF}", "eval.temperature=1.0"),
+    )
+
+
+def _control_arms(
+    words: Sequence[str], shape: str, configured: Sequence[str] = ()
+) -> dict[str, tuple[Stage, ...]]:
+    """Return the arms that are rewarded for the form of an answer alone, and at random.
+
+    Args:
+        words: arguments of GRPO's own arm, without its rewards.
+        shape: regular expression of an answer in the right form.
+        configured: rewards of the configuration, which get weight 0.
+    """
+    none = "".join(f", {name}: 0.0" for name in configured)
+    drawn = (f"reward.functions={{chance: '{_CONTROLS}:chance'}}", f"reward.weights={{chance: 1.0{none}}}")
+    formed = (*_rewards_form(shape), f"reward.weights={{form: 1.0{none}}}")
+    return {
+        "reward for form": (Stage(_GRPO, (*words, *formed, _LATER)),),
+        "random reward": (Stage(_GRPO, (*words, *drawn, _LATER)),),
+    }
+
+
+def _rewards_form(shape: str) -> tuple[str, str]:
+    """Return the words that add a reward for the form of an answer."""
+    pattern = shape.replace("'", r"\'")
+    return (
+        f"reward.functions={{form: '{_CONTROLS}:form'}}",
+        f"reward.args={{form: {{pattern: '{pattern}'}}}}",
     )
 
 
@@ -100,11 +125,18 @@ EXPERIMENTS: dict[str, Experiment] = {
         outcome="The claim holds.",
     ),
     "sums": Experiment(
-        "GRPO teaches SmolLM2-135M sums of two numbers up to 10, and more than supervised fine-tuning does.",
-        "The interval of the rise includes 0, or SFT on as many rounds reaches as much.",
-        _LEARNING["sft"],
-        outcome="The first part of the claim holds, and the second is refuted: 128 written solutions teach "
-        "more than right answers do, and GRPO after them adds little. GRPO is for tasks whose answers can be "
+        "GRPO teaches SmolLM2-135M sums of two numbers up to 10 by rewards that know the answer, not by form "
+        "or chance, and more than supervised fine-tuning does.",
+        "The interval of the rise or of a difference to a control includes 0, or SFT on as many rounds "
+        "reaches as much.",
+        _LEARNING["sft"]
+        | _control_arms(
+            (*_LEARNING["sft"]["GRPO"][0].words, "eval.reward=reasoning_gym"),
+            r"\d+ \+ \d+ = \d+",
+            ("reasoning_gym", "closeness", "bare_number"),
+        ),
+        outcome="GRPO learns the sums; its controls are not run yet. 128 written solutions teach more than "
+        "right answers do, which refutes the second part, and GRPO after them adds little. GRPO is for tasks whose answers can be "
         "checked and whose solutions nobody has written.",
     ),
     "distillation": Experiment(
@@ -112,7 +144,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The student reaches less than 0.9 of the teacher's accuracy.",
         _LEARNING["distill"],
         outcome="The claim holds: each student reaches 1.01 to 1.03 of its teacher's accuracy, in as many "
-        "seconds as the teacher took. Solutions teach more in fewer seconds where they exist.",
+        "seconds as the teacher took.",
     ),
     "pictures": Experiment(
         "GRPO improves how a model of a million parameters, trained from scratch by SFT, counts shapes in "
@@ -140,14 +172,52 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=166",
             "optimizer.lr=2e-5",
         ),
-        "The claim holds with a fourth seed of each arm, added because three left the random reward "
-        "undecided (-0.350 [-0.886, +0.186]), so these intervals are too narrow. Three seeds of the random"
-        " reward forgot the task; the other came to 0.340 by answering mostly the first name of the text, "
-        "which alone is right on 0.403 of these problems. GRPO is above that by +0.084 [+0.015, +0.154]. "
-        "96 written solutions teach more, and GRPO after them adds +0.084 [+0.024, +0.144]. After GRPO, "
-        "one greedy answer is right more often than the best of 8 was before. The recipe was chosen on "
-        "seed 7, with 100 of these problems.",
+        "The claim holds, with a fourth seed of each arm because three left the random reward undecided, "
+        "so these intervals are too narrow. One seed of the random reward came to 0.340 by answering "
+        "mostly the first name of the text, which is right on 0.403 of these problems. GRPO is above that "
+        "by +0.084 [+0.015, +0.154]. 96 written solutions teach more, and GRPO after them adds +0.084 "
+        "[+0.024, +0.144]. The recipe was chosen on seed 7, with 100 of these problems.",
         seeds=4,
+    ),
+    "reversal": _task(
+        "word_sequence_reversal",
+        "to write two words in the other order (word_sequence_reversal of reasoning_gym)",
+        r"[^\s,]+, [^\s,]+",
+        12,
+        (
+            "env.task_args={min_words: 2, max_words: 2}",
+            "env.system_prompt='Reply with two words.'",
+            _examples(
+                ("Reverse this list of words: tea, cup", "cup, tea"),
+                ("Reverse this list of words: Max, runs", "runs, Max"),
+            ),
+            "inference_model.max_new_tokens=8",
+            "inference_model.max_model_len=128",
+            "optimizer.lr=2e-5",
+        ),
+        "",
+    ),
+    "filter": _task(
+        "number_filtering",
+        "to take numbers that are too large or too small out of a list of two (number_filtering of "
+        "reasoning_gym)",
+        r"\[('-?\d+'(, '-?\d+')?)?\]",
+        12,
+        (
+            "env.task_args={min_numbers: 2, max_numbers: 2, min_decimals: 0, max_decimals: 0, "
+            "min_value: -20, max_value: 20}",
+            "env.system_prompt='Reply with a list.'",
+            _examples(
+                ("Remove all numbers larger than 5 in this list: ['3', '8']", "['3']"),
+                ("Remove all numbers smaller than 0 in this list: ['9', '7']", "['9', '7']"),
+            ),
+            "inference_model.max_new_tokens=10",
+            "inference_model.max_model_len=128",
+            "optimizer.lr=2e-5",
+        ),
+        "The claim is refuted by the first seed: after eight steps GRPO kept the first of the numbers, "
+        "whatever was asked, which is right on 0.413 of these problems. The other runs were left out.",
+        trivial=", or GRPO is not above 0.45, which keeping the same one of the numbers gives",
     ),
     "multiplication": _task(
         "basic_arithmetic",
@@ -163,13 +233,12 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=64",
             "optimizer.lr=3e-5",
         ),
-        "By its criterion the claim is refuted: GRPO came to 0.775 (the seed with the best of 8), 0.055 "
-        "and 0.150. Few answers had the form, so six steps saw few right ones; more might decide "
-        "otherwise. The form allows a final dot, which the grader does not: with it the reward for form "
-        "comes to 0.605, 0.645 and 0.780, so the model knew the table and lacked the form. 48 written "
-        "solutions teach that, and GRPO after them adds +0.027 [-0.107, +0.160]. The questions are 26 "
-        "products, in two orders and four wordings. The recipe was chosen on seed 7, which came to 0.890 "
-        "on 100 of them.",
+        "The claim is refuted: GRPO came to 0.775 (the seed with the best of 8), 0.055 and 0.150. Few "
+        "answers had the form, so six steps saw few right ones. The form allows a final dot, which the "
+        "grader does not: with it the reward for form comes to 0.605, 0.645 and 0.780, so the model knew "
+        "the table and lacked the form. 48 written solutions teach that, and GRPO after them adds +0.027 "
+        "[-0.107, +0.160]. The questions are 26 products in eight forms. The recipe was chosen on seed 7, "
+        "which came to 0.890 on 100 of them.",
         held_out=200,
     ),
     **comparisons.EXPERIMENTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from benchmarks.learning import interval
 from torchrl_grpo.sweep import statistics
 
 _ROOT = Path(__file__).resolve().parents[2]
-PAGE, PICTURES = _ROOT / "docs/results.md", _ROOT / "docs/pictures"
+PAGE, PICTURES, README = _ROOT / "docs/results.md", _ROOT / "docs/pictures", _ROOT / "README.md"
+# README has the samples of the first arm of this experiment between these lines.
+SAMPLED = "TRL"
+_BEGIN, _END = "<!-- Made by python -m benchmarks.evidence. -->\n", "<!-- End of what is made. -->\n"
 _HEAD = """# Results
 
-What models learn here, each with its controls, several seeds and intervals. A section is one command:
+What models learn here, over several seeds, with intervals and, for most tasks, controls. A section is one
+command:
 
 ```
 python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page
@@ -33,8 +38,8 @@ problems are never trained on.
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
 first arm, on the same seeds and problems; that of responses to a value is over seeds alone. *Form* is the
 share of answers in the right form. *Best of 8* is pass@8: whether any of eight answers, sampled at
-temperature 1, is right. Seconds are those of each command of an arm, with its start and its evaluations;
-other programs often shared the machine.
+temperature 1, is right. Seconds are those of each command of an arm, with its start and its evaluations
+(without them beside TRL); other programs often shared the machine.
 """
 
 
@@ -161,6 +166,27 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     )
 
 
+def with_samples(readme: str, records: Sequence[dict[str, Any]]) -> str:
+    """Return README's text with what the first arm answered before and after training with seed 0.
+
+    Args:
+        readme: text that has the two lines between which the table is.
+        records: records of the experiment ``SAMPLED``.
+    """
+    rows = ["| question | before training | after training |", "| --- | --- | --- |"]
+    first = next(iter(EXPERIMENTS[SAMPLED].arms))
+    record = next(record for record in records if (record["arm"], record["seed"]) == (first, 0))
+    rows += [f"| {' | '.join(map(_shown, sample))} |" for sample in record["samples"]]
+    head, rest = readme.split(_BEGIN)
+    table = "\n".join(rows)
+    return f"{head}{_BEGIN}\n{table}\n\n{_END}{rest.split(_END)[1]}"
+
+
+def _shown(text: str) -> str:
+    """Return a text for a cell of a table. A model may have written anything, so punctuation is escaped."""
+    return re.sub(r"[^A-Za-z0-9 ,+=?-]", lambda sign: f"&#{ord(sign[0])};", " ".join(text.split()))
+
+
 def _lower(text: str) -> str:
     return text[0].lower() + text[1:]
 
@@ -168,7 +194,8 @@ def _lower(text: str) -> str:
 def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draw the mean held-out value of each arm, between its lowest and its highest seed.
 
-    The axis is that of optimizer steps, and with ``reach`` that of seconds beside it.
+    The axis is that of optimizer steps. With ``reach`` there is one of seconds beside it, with a thin line
+    for each seed.
     """
     from matplotlib import pyplot
 
@@ -184,7 +211,11 @@ def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], f
                 continue
             at, values = (np.array([run[key] for run in runs]) for key in (across, "values"))
             (line,) = axes.plot(at.mean(0), values.mean(0), marker=".", label=arm)
-            axes.fill_between(at.mean(0), values.min(0), values.max(0), color=line.get_color(), alpha=0.2)
+            if across == "steps":
+                axes.fill_between(at[0], values.min(0), values.max(0), color=line.get_color(), alpha=0.2)
+            else:
+                # Seeds differ in their seconds, too.
+                axes.plot(at.T, values.T, color=line.get_color(), alpha=0.3, linewidth=1)
         axes.set(xlabel=title, ylim=(0, 1))
     each_axes[0, 0].set(ylabel="held-out value")
     each_axes[0, 0].legend(fontsize=8)

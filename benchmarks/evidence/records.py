@@ -1,4 +1,4 @@
-"""What of a run an experiment keeps: how it was started, its curve, and the grade of each held-out problem.
+"""What an experiment keeps of a run: how it was started, its curve, and the grade of each held-out problem.
 
 A record has what the tables need, so they can be computed again without the run.
 """
@@ -16,6 +16,7 @@ from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, read_jsonl
 from torchrl_grpo.sweep.trials import read_trial
 
 FOLDER = Path(__file__).resolve().parent / "records"
+_SAMPLES = 4
 
 
 def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Path) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Pat
     """
     last = runs[-1]
     trial = read_trial(last)
-    before, after = _graded(base, 0, shape), _graded(last, trial.last_step, shape)
+    rows_before, rows_after = _rows(base, 0), _rows(last, trial.last_step)
+    before, after = _graded(rows_before, shape), _graded(rows_after, shape)
     if not after or before.keys() != after.keys():
         raise ValueError(f"{last}: the evaluations before and after training are not of the same problems")
     summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
@@ -62,6 +64,7 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Pat
         "ids": ids,
         "before": [before[id][0] for id in ids],
         "after": [after[id][0] for id in ids],
+        "samples": _samples(rows_before, rows_after),
     }
     if shape:
         record["formed"] = [sum(each[id][1] for id in ids) / len(ids) for each in (before, after)]
@@ -87,15 +90,34 @@ def _passes(run: Path) -> list[float]:
     return [value for row in rows for name, value in row.items() if name.startswith("eval/pass_at_")]
 
 
-def _graded(run: Path, step: int, shape: str) -> dict[str, tuple[float, float]]:
-    """Return the mean grade of each problem at a step, and the share of its responses in the right form."""
+def _rows(run: Path, step: int) -> list[dict[str, Any]]:
+    """Return the graded responses of an evaluation."""
+    return [
+        row for row in read_jsonl(run / EVALUATIONS) if row["step"] == step and row.get("grade") is not None
+    ]
+
+
+def _graded(rows: Sequence[dict[str, Any]], shape: str) -> dict[str, tuple[float, float]]:
+    """Return the mean grade of each problem, and the share of its responses in the right form."""
     grades: dict[str, list[float]] = {}
     formed: dict[str, list[bool]] = {}
-    for row in read_jsonl(run / EVALUATIONS):
-        if row["step"] == step and row.get("grade") is not None:
-            grades.setdefault(row["id"], []).append(row["grade"])
-            formed.setdefault(row["id"], []).append(re.fullmatch(shape, row["response"].strip()) is not None)
+    for row in rows:
+        grades.setdefault(row["id"], []).append(row["grade"])
+        formed.setdefault(row["id"], []).append(re.fullmatch(shape, row["response"].strip()) is not None)
     return {id: (sum(values) / len(values), sum(formed[id]) / len(values)) for id, values in grades.items()}
+
+
+def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the first questions of an evaluation, each with a response before and after training."""
+    responses = [{row["id"]: row["response"] for row in rows} for rows in (before, after)]
+    questions = {row["id"]: _question(row["prompt"]) for row in before}
+    first = list(questions)[:_SAMPLES]
+    return [[questions[id], *(each[id] for each in responses)] for id in first]
+
+
+def _question(prompt: str) -> str:
+    """Return the last turn of a user in a prompt of SmolLM2's template; the whole prompt of another one."""
+    return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>")[0]
 
 
 def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:

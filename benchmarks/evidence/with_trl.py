@@ -54,8 +54,11 @@ def run(cfg: Any, run_dir: Path) -> dict[str, Any]:
         or (cfg.train_model.autocast, cfg.train_model.lora.rank, cfg.optimizer.name) != ("no", 0, "adamw")
         or (cfg.env.sampling, train.epochs, train.optim_batch_size)
         != ("uniform", 1, default.train.optim_batch_size)
+        or (cfg.env.environment, cfg.env.tools) != (None, [])
     ):
-        raise ConfigError("TRL is given float32, AdamW and policy=grpo only; write none of their other keys")
+        raise ConfigError(
+            "TRL is given float32, AdamW, policy=grpo and one turn only; write none of their other keys"
+        )
     problems = load(cfg)
     _record(cfg, run_dir)
     with closing(of_run(cfg, problems, run_dir)) as reward_set:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import statistics
@@ -20,6 +21,7 @@ from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import first_model
 from torchrl_grpo.cli.checked_job import compose_job
+from torchrl_grpo.config.derived import reward_weights
 from torchrl_grpo.data.load import load
 from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import ConfigError
@@ -52,12 +54,43 @@ def test_commands_of_an_experiment_are_accepted(experiment: str, tmp_path: Path)
         assert cfg.train.method == method
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "experiment", [name for name, each in EXPERIMENTS.items() if "random reward" in each.arms]
+)
+def test_control_arms_are_rewarded_for_nothing_else(experiment: str) -> None:
+    for arm, reward in (("reward for form", "form"), ("random reward", "chance")):
+        name, *words = EXPERIMENTS[experiment].arms[arm][0].words
+        cfg = compose_job([*words, "model.name=smollm2-135m"], name.removeprefix("--config-name="), None)
+        assert {name: weight for name, weight in reward_weights(cfg).items() if weight} == {reward: 1.0}
+        if reward == "form" and EXPERIMENTS[experiment].shape:
+            assert cfg.reward.args == {"form": {"pattern": EXPERIMENTS[experiment].shape}}
+
+
 def test_the_page_is_that_of_the_records() -> None:
     present = {name: records.load(name) for name in EXPERIMENTS}
     assert page.page(present) == page.PAGE.read_text()
     assert len(page.PAGE.read_text().split()) < 1500
     assert any(present.values())
     assert all(EXPERIMENTS[name].outcome for name, rows in present.items() if rows)
+
+
+def test_the_readme_has_the_responses_of_the_records() -> None:
+    readme = page.README.read_text()
+    assert page.with_samples(readme, records.load(page.SAMPLED)) == readme
+
+
+def test_what_a_model_wrote_stays_in_its_cell() -> None:
+    lines = page.README.read_text().splitlines(keepends=True)
+    marks = "".join(line for line in lines if line.startswith("<!--"))
+    samples = [["1 + 1?", "a | b\n\n`<b>`\r_c_", "![x](y) www.a.com"]]
+    other = {"arm": "TRL", "seed": 0, "samples": [["2 + 2?", "", ""]]}
+    own = {"arm": "this project", "seed": 0, "samples": samples}
+    text = page.with_samples(marks, [other, own])
+    assert "2 + 2?" not in text
+    (row,) = [line for line in text.split("\n") if "1 + 1?" in line]
+    assert html.unescape(row) == "| 1 + 1? | a | b `<b>` _c_ | ![x](y) www.a.com |"
+    assert row.count("|") == 4 and not {*"`!<_.\r"} & {*row}
 
 
 def test_a_table_has_means_and_paired_differences_with_intervals() -> None:
@@ -126,7 +159,7 @@ def test_trl_is_given_the_problems_and_rewards_of_a_run(tiny_model_dir: Path, tm
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
     assert all("eval/accuracy" in row for row in metrics if row["step"] != 1)
     assert all(row["time/step_s"] > 0 for row in metrics[1:])
-    with pytest.raises(ConfigError, match="TRL is given float32, AdamW and policy=grpo only"):
+    with pytest.raises(ConfigError, match="TRL is given float32, AdamW, policy=grpo and one turn only"):
         with_trl.run(compose_job([*words, "policy=dapo"], "grpo_quickstart", None), tmp_path / "other")
 
 
@@ -175,6 +208,9 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     assert (record["ids"], record["before"], record["after"]) == (["p", "q"], [0.0, 1.0], [1.0, 0.5])
     assert (record["formed"], record["seconds"], record["steps"]) == ([1.0, 0.75], [9], [0, 4])
     assert record["passes"] == [0.5, 1.0]
+    first, second = record["samples"]
+    assert records._question("<|im_start|>user\none<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n") == "two"
+    assert first == ["prompt of p", "run p 0 0", "run p 4 0"] and second[0] == "prompt of q"
     records.save("made", [record, {**record, "seed": 2}], tmp_path / "records")
     assert records.load("made", tmp_path / "records") == [record, {**record, "seed": 2}]
     with pytest.raises(ValueError, match="not all runs were measured on the same problems"):
