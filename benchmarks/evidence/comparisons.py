@@ -90,8 +90,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         script=_ASYNC,
     ),
     "TRL": Experiment(
-        "On the sums of the quick start this project needs at most 128 responses (two steps) more than TRL "
-        "to a held-out accuracy of 0.5, and at most a third of its seconds.",
+        "On the sums of the quick start this project needs at most 128 responses more than TRL to "
+        "a held-out accuracy of 0.5, and at most a third of its seconds.",
         "The interval of the difference in responses, TRL's minus ours, reaches below -128, or a "
         "seed is less than 3 times as fast.",
         {

@@ -135,16 +135,15 @@ EXPERIMENTS: dict[str, Experiment] = {
             r"\d+ \+ \d+ = \d+",
             ("reasoning_gym", "closeness", "bare_number"),
         ),
-        outcome="GRPO learns the sums; its controls are not run yet. 128 written solutions teach more than "
-        "right answers do, which refutes the second part, and GRPO after them adds little. GRPO is for tasks whose answers can be "
-        "checked and whose solutions nobody has written.",
+        outcome="GRPO learns the sums; the controls of the first part are not run yet. The second part is "
+        "refuted: 128 written solutions teach more than right answers do, and GRPO after them adds little. "
+        "GRPO is for tasks whose answers can be checked and whose solutions nobody has written.",
     ),
     "distillation": Experiment(
         "A model that GRPO trained teaches its base at least 0.9 of its accuracy on the base's own text.",
         "The student reaches less than 0.9 of the teacher's accuracy.",
         _LEARNING["distill"],
-        outcome="The claim holds: each student reaches 1.01 to 1.03 of its teacher's accuracy, in as many "
-        "seconds as the teacher took.",
+        outcome="The claim holds: each student reaches 1.01 to 1.03 of its teacher's accuracy.",
     ),
     "pictures": Experiment(
         "GRPO improves how a model of a million parameters, trained from scratch by SFT, counts shapes in "
@@ -152,9 +151,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The interval of the difference includes 0.",
         _LEARNING["pictures"],
         r"\d+",
-        outcome="The claim holds, and the form stays right. GRPO began at 0.304 to 0.310. Values are shares "
-        "of sampled answers, four a problem, and most are still wrong. The recipe was chosen on seed 0, with "
-        "these problems.",
+        outcome="The claim holds, and the form stays right. Values are shares of sampled answers, four a "
+        "problem, and most are still wrong. The recipe was chosen on seed 0, with these problems.",
     ),
     "needle": _task(
         "needle_haystack",
@@ -174,8 +172,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         "The claim holds, with a fourth seed of each arm because three left the random reward undecided, "
         "so these intervals are too narrow. One seed of the random reward came to 0.340 by answering "
-        "mostly the first name of the text, which is right on 0.403 of these problems. GRPO is above that "
-        "by +0.084 [+0.015, +0.154]. 96 written solutions teach more, and GRPO after them adds +0.084 "
+        "mostly the first name, which is right on 0.403 of these problems. GRPO is above that by "
+        "+0.084 [+0.015, +0.154]. 96 written solutions teach more, and GRPO after them adds +0.084 "
         "[+0.024, +0.144]. The recipe was chosen on seed 7, with 100 of these problems.",
         seeds=4,
     ),
@@ -195,7 +193,10 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=128",
             "optimizer.lr=2e-5",
         ),
-        "",
+        "The claim holds, with two more seeds because three left the reward for form undecided, so these "
+        "intervals are too narrow. That reward comes to 0.217 to 0.797; where it fails, the words mostly "
+        "stay in their order. The recipe is that of the needle.",
+        seeds=5,
     ),
     "filter": _task(
         "number_filtering",
@@ -233,12 +234,10 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=64",
             "optimizer.lr=3e-5",
         ),
-        "The claim is refuted: GRPO came to 0.775 (the seed with the best of 8), 0.055 and 0.150. Few "
-        "answers had the form, so six steps saw few right ones. The form allows a final dot, which the "
-        "grader does not: with it the reward for form comes to 0.605, 0.645 and 0.780, so the model knew "
-        "the table and lacked the form. 48 written solutions teach that, and GRPO after them adds +0.027 "
-        "[-0.107, +0.160]. The questions are 26 products in eight forms. The recipe was chosen on seed 7, "
-        "which came to 0.890 on 100 of them.",
+        "The claim is refuted: GRPO came to 0.775, 0.055 and 0.150. Few answers had the form. It allows a "
+        "final dot, which the grader does not: with it the reward for form comes to 0.605, 0.645 and 0.780, "
+        "so the model knew the table and lacked the form. 48 written solutions teach that, and GRPO after "
+        "them adds +0.027 [-0.107, +0.160]. The questions are 26 products. The recipe was chosen on seed 7.",
         held_out=200,
     ),
     **comparisons.EXPERIMENTS,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -71,6 +72,9 @@ def run(cfg: Any, run_dir: Path) -> dict[str, Any]:
             if _is_graded(cfg, step, steps):
                 model = replace(cfg.model, name=str(_model(run_dir, step))) if step else cfg.model
                 graded, rows = evaluate_problems(replace(cfg, model=model), None)
+                if 0 < step < steps:
+                    # The models of a few runs would fill a disk.
+                    shutil.rmtree(_model(run_dir, step).parent)
                 values |= graded | {"time/eval_s": 0.0}
                 evaluations.write(step, rows)
             if values:

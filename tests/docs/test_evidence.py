@@ -140,6 +140,7 @@ def test_trl_is_given_the_problems_and_rewards_of_a_run(tiny_model_dir: Path, tm
     cfg = compose_job(words, "grpo_quickstart", None)
     run = tmp_path / "run"
     assert with_trl.run(cfg, run)["dialog_turns"] == 12
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["3"]
     rollouts, graded, metrics = (
         [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
         for name in ("rollouts", "evaluations", "metrics")
