@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -367,6 +368,20 @@ def test_a_damaged_newest_one_is_skipped_with_a_warning(run_dir: Path, kind: str
     # Named, it is an error: nobody should resume another one than the one named.
     with pytest.raises(CheckpointError, match=f"resume={newest}.*{reason}.*name another checkpoint"):
         checkpoint.find(run_dir, str(newest))
+
+
+def test_one_with_the_former_checksums_is_checked_too(run_dir: Path) -> None:
+    folder = save(run_dir, 5)
+
+    def former(files: dict[str, Any]) -> None:
+        for name in files:
+            content = (folder / name).read_bytes()
+            files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+    rewrite_manifest(folder, former)
+    assert checkpoint.find_damage(folder) is None
+    flip(folder)
+    assert checkpoint.find_damage(folder) == "trainer.pt has another checksum than when it was written"
 
 
 def test_find_takes_the_one_named_and_the_newest_otherwise(run_dir: Path) -> None:

@@ -25,6 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from torchrl_grpo.checkpoints.run_dir import MANIFEST, SET_ASIDE, launch_command, new_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
@@ -44,6 +46,8 @@ _REMOVING_PREFIX = ".removing-"
 _TRAINER = "trainer.pt"
 _CONFIG = "config.yaml"
 _MODEL = "model"
+# Key of a file's checksum in the manifest. Manifests of earlier development versions have the other one.
+_CHECKSUM, _FORMER_CHECKSUM = "xxh3_64", "crc32"
 
 
 def save(
@@ -216,7 +220,7 @@ def _fill(
     OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
     files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
     entries = {
-        str(path.relative_to(tmp_dir)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        str(path.relative_to(tmp_dir)): {"bytes": path.stat().st_size, _CHECKSUM: _checksum(path)}
         for path in files
         if not _is_card(path)
     }
@@ -311,17 +315,21 @@ def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:
     """
     try:
         manifest = json.loads(read_regular(folder / MANIFEST))
-        entries = [(name, entry["bytes"], entry["crc32"]) for name, entry in manifest["files"].items()]
+        entries = [
+            (name, entry["bytes"], kind, entry[kind])
+            for name, entry in manifest["files"].items()
+            for kind in [_CHECKSUM if _CHECKSUM in entry else _FORMER_CHECKSUM]
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read ({error!r})"
     model = folder / _MODEL
     if not model.is_dir():
         return f"{_MODEL} is missing"
-    listed = {name.partition("/")[0] for name, _, _ in entries}
+    listed = {name.partition("/")[0] for name, *_ in entries}
     for part in (_CONFIG, _TRAINER, *([_MODEL] if any(model.iterdir()) else [])):
         if part not in listed:
             return f"its {MANIFEST} does not list {part}"
-    for name, size, crc32 in entries:
+    for name, size, kind, checksum in entries:
         path = folder / name
         if _is_card(path):
             continue
@@ -330,7 +338,7 @@ def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
-            if verify_checksums and _crc32(path) != crc32:
+            if verify_checksums and _checksum(path, kind) != checksum:
                 return f"{name} has another checksum than when it was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -447,12 +455,15 @@ def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any
     return [] if before == now else [(prefix, before, now)]
 
 
-def _crc32(path: Path) -> int:
-    value = 0
+def _checksum(path: Path, kind: str = _CHECKSUM) -> str | int:
+    hasher, former = xxhash.xxh3_64(), 0
     with os.fdopen(open_regular(path), "rb") as file:
         while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
+            if kind == _CHECKSUM:
+                hasher.update(block)
+            else:
+                former = zlib.crc32(block, former)
+    return hasher.hexdigest() if kind == _CHECKSUM else former
 
 
 def _flush(path: Path) -> None:
