@@ -1,4 +1,4 @@
-"""``python -m benchmarks.evidence [NAME ...]``: run experiments, keep their records, and write the page."""
+"""``python -m benchmarks.evidence [NAME ...]``: run experiments, keep their records, and write the pages."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder for the runs")
     parser.add_argument("--seed", type=int, help="the only seed to run")
     parser.add_argument("--arm", help="the only arm to run")
+    parser.add_argument("--data", help="local copy of the data set, in place of the one of the hub")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in EXPERIMENTS]:
         parser.error(f"NAME={unknown[0]}: there is no such experiment; write one of {', '.join(EXPERIMENTS)}")
@@ -32,6 +33,7 @@ def main() -> None:
             parser.error(f"--arm={args.arm}: {name} has no such arm; write one of {', '.join(arms)}")
     if args.names and args.folder is None:
         parser.error("--folder: it is missing; write the folder for the runs")
+    data = () if args.data is None else (f"env.data_path={args.data}",)
     for name in args.names:
         experiment = EXPERIMENTS[name]
         for seed in range(experiment.seeds) if args.seed is None else [args.seed]:
@@ -41,29 +43,33 @@ def main() -> None:
             (base, *_) = folders_of(next(iter(experiment.arms.values())), experiment.arms, seed, folder)
             for arm, stages in experiment.arms.items():
                 # Without the run that evaluates the first model, no record could be made of another arm.
-                if args.arm in (None, arm) or (arm == next(iter(experiment.arms)) and not base.is_dir()):
+                is_selected = args.arm in (None, arm)
+                if is_selected or (arm == next(iter(experiment.arms)) and not base.is_dir()):
                     runs = folders_of(stages, experiment.arms, seed, folder)
-                    words = experiment.once if seed == 0 and runs[-1] == base else ()
+                    words = (*data, *(experiment.once if seed == 0 and runs[-1] == base else ()))
                     run_stages(stages, seed, runs, words, model)
-                    _keep(name, records.read_record(arm, seed, runs, experiment.shape, base))
+                    _keep(name, records.read_record(experiment, arm, seed, runs, base), replace=is_selected)
     _write_page()
 
 
-def _keep(name: str, record: dict[str, object]) -> None:
+def _keep(name: str, record: dict[str, object], replace: bool) -> None:
     known = {(row["arm"], row["seed"]): row for row in records.load(name)}
-    known[record["arm"], record["seed"]] = record
+    key = record["arm"], record["seed"]
+    if replace or key not in known:
+        known[key] = record
     records.save(name, [known[key] for key in sorted(known, key=str)])
 
 
 def _write_page() -> None:
     present = {name: records.load(name) for name in EXPERIMENTS}
-    page.PAGE.write_text(page.page(present))
+    for path, (head, experiments) in page.PAGES.items():
+        path.write_text(page.page(head, experiments, present))
     for name, rows in present.items():
         if rows:
             page.draw(name, EXPERIMENTS[name], rows, page.PICTURES)
     if sampled := present[page.SAMPLED]:
         page.README.write_text(page.with_samples(page.README.read_text(), sampled))
-    sys.stdout.write(f"written to {page.PAGE}\n")
+    sys.stdout.write(f"written to {' and '.join(map(str, page.PAGES))}\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 
 from benchmarks.learning import Stage
 
+# What refutes most claims.
+NO_RISE = (
+    "The interval of the rise, or of the lead over the reward for form or the random reward, reaches 0 or "
+    "below."
+)
+
 
 @dataclass(frozen=True)
 class Experiment:

@@ -1,4 +1,4 @@
-"""Makes ``docs/results.md`` and its pictures of the records."""
+"""Makes ``docs/results.md``, ``docs/comparisons.md`` and their pictures of the records."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.experiment import Experiment
+from benchmarks.evidence import comparisons, tasks
+from benchmarks.evidence.experiment import NO_RISE, Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import interval
 from torchrl_grpo.sweep import statistics
 
 _ROOT = Path(__file__).resolve().parents[2]
-PAGE, PICTURES, README = _ROOT / "docs/results.md", _ROOT / "docs/pictures", _ROOT / "README.md"
+PICTURES, README = _ROOT / "docs/pictures", _ROOT / "README.md"
 # README has the samples of the first arm of this experiment between these lines.
 SAMPLED = "TRL"
 _BEGIN, _END = "<!-- Made by python -m benchmarks.evidence. -->\n", "<!-- End of what is made. -->\n"
-_HEAD = """# Results
+_HEAD = f"""# Results
 
-What models learn here, over several seeds, with intervals and, for most tasks, controls. A section is one
-command:
+What models learn here, mostly over several seeds, with intervals and, for some tasks, controls. A claim is
+refuted if {NO_RISE[0].lower()}{NO_RISE[1:-1]}, unless its section says otherwise.
+[Comparisons](comparisons.md) has settings and TRL. A section is one command:
 
 ```
 python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page
@@ -32,8 +34,8 @@ python -m benchmarks.evidence NAME --folder FOLDER --seed 1    # one seed again
 ```
 
 FOLDER then has the raw responses (`rollouts.jsonl`, `evaluations.jsonl`), and `benchmarks/evidence/records`
-has commands, versions, machine, the curve of each run, and the grade of each held-out problem. Held-out
-problems are never trained on.
+has commands (older ones without long values), versions, machine, the curve of each run, and the grade of
+each held-out problem. Held-out problems are never trained on.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
 first arm, on the same seeds and problems; that of responses to a value is over seeds alone. *Form* is the
@@ -43,19 +45,39 @@ temperature 1, is right. Seconds are those of each command of an arm, with its s
 """
 
 
-def page(records: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Return the page of the experiments that have records."""
-    sections = [_section(name, EXPERIMENTS[name], rows) for name, rows in records.items() if rows]
-    waiting = {name: EXPERIMENTS[name] for name, rows in records.items() if not rows}
-    return "\n".join([_HEAD, *sections, *([_waiting(waiting)] if waiting else [])])
+_COMPARISONS_HEAD = """# Comparisons
+
+What a setting or another trainer changes, with the same task, problems and number of responses. Commands,
+raw responses, intervals and columns are as in [results](results.md).
+"""
+# Pages with their beginnings and experiments.
+PAGES: Mapping[Path, tuple[str, Mapping[str, Experiment]]] = {
+    _ROOT / "docs/results.md": (_HEAD, tasks.EXPERIMENTS),
+    _ROOT / "docs/comparisons.md": (_COMPARISONS_HEAD, comparisons.EXPERIMENTS),
+}
+
+
+def page(head: str, experiments: Mapping[str, Experiment], records: Mapping[str, Any]) -> str:
+    """Return a page.
+
+    Args:
+        head: its beginning.
+        experiments: its experiments, of which those with records have a section.
+        records: records of each experiment.
+    """
+    sections = [_section(name, each, records[name]) for name, each in experiments.items() if records[name]]
+    waiting = {name: each for name, each in experiments.items() if not records[name]}
+    return "\n".join([head, *sections, *([_waiting(waiting)] if waiting else [])])
 
 
 def _waiting(experiments: Mapping[str, Experiment]) -> str:
     """Return the section of the experiments that nobody has run yet."""
-    lines = [
-        "## Not run yet\n",
-        "Arms x seeds; `--help` has the claims. A GPU's memory, predicted peak, hours a seed on an H100.\n",
-    ]
+    on_gpu = (
+        " A GPU's memory, predicted peak, hours a seed on an H100."
+        if any(each.needs for each in experiments.values())
+        else ""
+    )
+    lines = ["## Not run yet\n", f"Arms x seeds; `--help` has the claims.{on_gpu}\n"]
     for name, each in experiments.items():
         needs = f", {each.needs}" if each.needs else ""
         lines.append(f"- `{name}`: {len(each.arms)} x {each.seeds}{needs}")
@@ -148,10 +170,12 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
         columns += [f"responses to {experiment.reach}", f"seconds to {experiment.reach}"]
     columns.append("seconds" if experiment.reach is None else "seconds of all steps")
     head, *rows = ["|" + "|".join(row) + "|" for row in (columns, *table(experiment, records))]
+    usual = experiment.refuted_by == NO_RISE
+    refuted = "" if usual else f" Refuted if {_lower(experiment.refuted_by)}"
     return "\n".join(
         [
             f"## {name[0].upper()}{name[1:]}\n",
-            f"Claim: {experiment.claim} Refuted if {_lower(experiment.refuted_by)}\n",
+            f"Claim: {experiment.claim}{refuted}\n",
             f"{start(experiment, records)}\n",
             head,
             "|---" * len(columns) + "|",

@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.checkpoints.run_dir import public_command
+from benchmarks.evidence.experiment import Experiment
+from benchmarks.learning import Stage
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, read_jsonl
-from torchrl_grpo.sweep.trials import read_trial
+from torchrl_grpo.runtime.files.run_records import read_yaml
+from torchrl_grpo.sweep.trials import read_trial, recorded_overrides
 
+_ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent / "records"
 _SAMPLES = 4
+_ABSOLUTE = re.compile(r"(?<![\w./])(/[\w.+-]+){2,}")
 
 
-def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Path) -> dict[str, Any]:
+def read_record(
+    experiment: Experiment, arm: str, seed: int, runs: Sequence[Path], base: Path
+) -> dict[str, Any]:
     """Return the record of an arm that has ended.
 
     Args:
+        experiment: what the arm is of.
         arm: name of the arm.
         seed: its seed.
         runs: folders of its runs, of which each began with the model of the one before.
-        shape: regular expression of a whole response in the right form; empty if there is no form.
         base: run that evaluated the model that the arm began with, before its first step.
 
     Raises:
@@ -36,7 +43,7 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Pat
     last = runs[-1]
     trial = read_trial(last)
     rows_before, rows_after = _rows(base, 0), _rows(last, trial.last_step)
-    before, after = _graded(rows_before, shape), _graded(rows_after, shape)
+    before, after = (_graded(rows, experiment.shape) for rows in (rows_before, rows_after))
     if not after or before.keys() != after.keys():
         raise ValueError(f"{last}: the evaluations before and after training are not of the same problems")
     summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
@@ -51,7 +58,10 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Pat
     record: dict[str, Any] = {
         "arm": arm,
         "seed": seed,
-        "commands": [public_command(run / ".hydra") for run in runs],
+        "commands": [
+            _command(stage, run, base.parents[2])
+            for stage, run in zip(experiment.arms[arm], runs, strict=True)
+        ],
         "versions": about["versions"],
         "machine": about["machine"],
         "started": about["started"],
@@ -66,12 +76,28 @@ def read_record(arm: str, seed: int, runs: Sequence[Path], shape: str, base: Pat
         "after": [after[id][0] for id in ids],
         "samples": _samples(rows_before, rows_after),
     }
-    if shape:
+    if experiment.shape:
         record["formed"] = [sum(each[id][1] for id in ids) / len(ids) for each in (before, after)]
     first, final = _passes(base), _passes(last)
     if first and final:
         record["passes"] = [first[0], final[-1]]
     return record
+
+
+def _command(stage: Stage, run: Path, folder: Path) -> str:
+    """Return the command of a run, as it is written in the root of this project.
+
+    Args:
+        stage: what the command is of.
+        run: folder of the run.
+        folder: folder of all runs.
+    """
+    job = read_yaml(run / ".hydra/hydra.yaml")["hydra"]["job"]
+    words = [word for word in recorded_overrides(run) or () if not word.startswith(("hydra.", "logging."))]
+    text = shlex.join(["python", stage.script, f"--config-name={job['config_name']}", *words])
+    text = text.replace(f"{folder}/", "FOLDER/").replace(f"{_ROOT}/", "")
+    # What is elsewhere on this machine concerns nobody else.
+    return _ABSOLUTE.sub("PATH", text)
 
 
 def _clock(run: Path, steps: Sequence[int]) -> list[float]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
+import shlex
 import statistics
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import controls, page, records, with_trl
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
-from benchmarks.learning import first_model
+from benchmarks.learning import Stage, first_model
 from torchrl_grpo.cli.checked_job import compose_job
 from torchrl_grpo.config.derived import reward_weights
 from torchrl_grpo.data.load import load
@@ -67,10 +70,11 @@ def test_control_arms_are_rewarded_for_nothing_else(experiment: str) -> None:
             assert cfg.reward.args == {"form": {"pattern": EXPERIMENTS[experiment].shape}}
 
 
-def test_the_page_is_that_of_the_records() -> None:
+def test_the_pages_are_those_of_the_records() -> None:
     present = {name: records.load(name) for name in EXPERIMENTS}
-    assert page.page(present) == page.PAGE.read_text()
-    assert len(page.PAGE.read_text().split()) < 1500
+    for path, (head, experiments) in page.PAGES.items():
+        assert page.page(head, experiments, present) == path.read_text()
+        assert len(path.read_text().split()) < 1500
     assert any(present.values())
     assert all(EXPERIMENTS[name].outcome for name, rows in present.items() if rows)
 
@@ -164,8 +168,17 @@ def test_trl_is_given_the_problems_and_rewards_of_a_run(tiny_model_dir: Path, tm
         with_trl.run(compose_job([*words, "policy=dapo"], "grpo_quickstart", None), tmp_path / "other")
 
 
-def ended(folder: Path, grades: dict[int, Any], best_of: list[float] | None = None) -> Path:
+def of_arms(*arms: str, **more: Any) -> Experiment:
+    stage = Stage("train.py", ())
+    return Experiment("", "", {arm: (stage,) * (1 + arm.count(",")) for arm in arms}, **more)
+
+
+def ended(
+    folder: Path, grades: dict[int, Any], best_of: list[float] | None = None, words: Sequence[str] = ()
+) -> Path:
     run = write_evaluations(folder, grades)
+    (run / ".hydra/hydra.yaml").write_text("hydra: {job: {name: grpo, config_name: quick}}\n")
+    (run / ".hydra/overrides.yaml").write_text(json.dumps(words))
     rows = [{"step": step, "eval/accuracy": value} for step, value in zip(grades, (0.5, 0.75), strict=False)]
     rows[-1].update({"time/step_s": 5.0, "time/eval_s": 1.0})
     for row, value in zip(rows, best_of or [], strict=False):
@@ -195,7 +208,7 @@ def test_only_the_first_run_of_seed_0_measures_what_is_slow(
     monkeypatch.setattr(command, "run_stages", run)
     monkeypatch.setattr(records, "read_record", lambda *_: {})
     for name in ("_keep", "_write_page"):
-        monkeypatch.setattr(command, name, lambda *_: None)
+        monkeypatch.setattr(command, name, lambda *_, **__: None)
     monkeypatch.setattr("sys.argv", ["evidence", "needle", "--folder", str(tmp_path)])
     command.main()
     assert measured == [(tmp_path / "needle/GRPO-0/0", EXPERIMENTS["needle"].once)]
@@ -204,7 +217,7 @@ def test_only_the_first_run_of_seed_0_measures_what_is_slow(
 def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     grades = {0: {"p": 0.0, "q": 1.0}, 4: {"p": 1.0, "q": [1.0, 0.0]}}
     run = ended(tmp_path / "run", grades, [0.5, 1.0])
-    record = records.read_record("GRPO", 1, [run], r"run \w \d 0", run)
+    record = records.read_record(of_arms("GRPO", shape=r"run \w \d 0"), "GRPO", 1, [run], run)
     assert record["clock"] == [0, 4]
     assert (record["ids"], record["before"], record["after"]) == (["p", "q"], [0.0, 1.0], [1.0, 0.5])
     assert (record["formed"], record["seconds"], record["steps"]) == ([1.0, 0.75], [9], [0, 4])
@@ -218,14 +231,71 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
         records.save("made", [record, {**record, "ids": ["p"]}], tmp_path / "records")
 
 
+def test_a_record_has_the_commands_that_ran_without_paths_of_this_machine(tmp_path: Path) -> None:
+    grades = {0: {"p": 0.0}, 4: {"p": 1.0}}
+    base = ended(
+        tmp_path / "needle/SFT-1/0", grades, words=["hydra.run.dir=/a/b", "env.data_path=/home/me/x"]
+    )
+    first = f"model.name={base}/checkpoints/4/model"
+    words = [first, f"own='{page.README.parent}/own.py:f'", "a={b: \\d+}", "logging.progress=false"]
+    last = ended(tmp_path / "needle/SFT-then-GRPO-1/1", grades, words=words)
+    arm = "SFT, then GRPO"
+    record = records.read_record(of_arms("SFT", arm), arm, 1, [base, last], base)
+    assert [shlex.split(text) for text in record["commands"]] == [
+        ["python", "train.py", "--config-name=quick", "env.data_path=PATH"],
+        [
+            *("python", "train.py", "--config-name=quick"),
+            *("model.name=FOLDER/needle/SFT-1/0/checkpoints/4/model", "own='own.py:f'", "a={b: \\d+}"),
+        ],
+    ]
+
+
+def test_a_run_for_the_model_before_training_keeps_the_record_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept: list[tuple[str, int]] = []
+    known = [{"arm": "GRPO", "seed": 1}]
+    monkeypatch.setattr(command, "run_stages", lambda *_: None)
+    monkeypatch.setattr(command, "_write_page", lambda: None)
+    monkeypatch.setattr(records, "load", lambda _: known)
+    monkeypatch.setattr(
+        records, "save", lambda _, rows: kept.extend((row["arm"], row.get("new")) for row in rows)
+    )
+    monkeypatch.setattr(
+        records, "read_record", lambda _, arm, seed, *__: {"arm": arm, "seed": seed, "new": 1}
+    )
+    words = ["evidence", "needle", "--folder", str(tmp_path), "--seed", "1", "--data", "own"]
+    monkeypatch.setattr("sys.argv", [*words, "--arm", "random reward"])
+    command.main()
+    assert kept == [("GRPO", None), ("GRPO", None), ("random reward", 1)]
+    kept.clear()
+    monkeypatch.setattr("sys.argv", [*words, "--arm", "GRPO"])
+    command.main()
+    assert kept == [("GRPO", 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["sums", "multiplication", "differences"])
+def test_a_prompt_shows_no_held_out_calculation(experiment: str) -> None:
+    (stage, *_) = EXPERIMENTS[experiment].arms["GRPO"]
+    name, *words = stage.words
+    cfg = compose_job([*words, "model.name=smollm2-135m"], name.removeprefix("--config-name="), None)
+    shown = f"{cfg.env.system_prompt} {cfg.env.prompt_template}"
+    held_out = " ".join(example.question or "" for example in load(cfg).held_out)
+    calculations = (set(re.findall(r"\d+ [-+*] \d+", text)) for text in (shown, held_out))
+    # The page says so.
+    assert set.intersection(*calculations) == ({"2 * 4"} if experiment == "multiplication" else set())
+
+
 def test_an_arm_that_was_not_evaluated_at_its_start_takes_that_of_the_first_arm(tmp_path: Path) -> None:
     base = ended(tmp_path / "base", {0: {"p": 0.0, "q": 1.0}, 4: {"p": 1.0, "q": 1.0}}, [0.5, 1.0])
     taught, last = (ended(tmp_path / name, {4: {"p": 1.0, "q": 0.0}}) for name in ("taught", "last"))
-    record = records.read_record("SFT", 1, [taught], "", base)
+    record = records.read_record(of_arms("SFT"), "SFT", 1, [taught], base)
     assert (record["before"], record["after"]) == ([0.0, 1.0], [1.0, 0.0])
     assert (record["steps"], record["values"], "passes" in record) == ([0, 4], [0.5, 0.5], False)
     (taught / "metrics.jsonl").write_text(json.dumps({"step": 4, "eval/accuracy": 0.25}) + "\n")
-    assert records.read_record("SFT, then GRPO", 1, [taught, last], "", base)["values"] == [0.25, 0.5]
+    arm = "SFT, then GRPO"
+    assert records.read_record(of_arms(arm), arm, 1, [taught, last], base)["values"] == [0.25, 0.5]
 
 
 def test_control_rewards_know_nothing_of_the_answer() -> None:

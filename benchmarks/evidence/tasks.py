@@ -1,0 +1,303 @@
+"""Experiments on what a task teaches, with controls, and those that need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.evidence.experiment import NO_RISE, Experiment
+from benchmarks.learning import EXPERIMENTS as _LEARNING
+from benchmarks.learning import Stage
+
+_GRPO, _SFT = "sota-implementations/grpo/grpo.py", "sota-implementations/sft/sft.py"
+_CONTROLS = Path(__file__).resolve().parent / "controls.py"
+_BEST_OF = 8
+# All arms begin with the same model, which the first one alone evaluates.
+_LATER = "eval.at_start=false"
+# Of a round: responses of GRPO, and solutions of SFT.
+_RESPONSES, _SOLUTIONS = 64, 8
+
+
+def _task(
+    task: str,
+    skill: str,
+    shape: str,
+    rounds: int,
+    words: Sequence[str],
+    outcome: str,
+    held_out: int = 300,
+    seeds: int = 3,
+    trivial: str = "",
+    samples: int = 16,
+) -> Experiment:
+    """Return GRPO on a task of reasoning_gym beside its controls.
+
+    All arms begin with the same model, so the first one alone evaluates it. Its run with seed 0 alone
+    measures pass@8, which takes longer than the rest of a run: vLLM shares whole blocks of 32 tokens, so
+    every sample computes the end of its prompt again.
+
+    Args:
+        task: name of the task.
+        skill: what it asks for, in words.
+        shape: regular expression of an answer in the right form.
+        rounds: optimizer steps of each command.
+        words: arguments of the task, prompt, lengths and learning rate, for every arm.
+        outcome: see :class:`Experiment`.
+        held_out: number of held-out problems.
+        seeds: see :class:`Experiment`.
+        trivial: further criterion, what a policy that ignores the question comes to; empty for none.
+        samples: responses to each prompt. Many to few prompts where these take most of the time of a step.
+    """
+    common = (
+        "--config-name=grpo_quickstart",
+        "env=reasoning_gym",
+        f"env.task={task}",
+        *words,
+        f"eval.num_problems={held_out}",
+        "eval.reward=reasoning_gym",
+        "eval.frequency=0",
+        "train.checkpoint_frequency=0",
+    )
+    grpo = (*common, f"train.total_dialog_turns={rounds * _RESPONSES}")
+    grpo += (f"env.num_envs={_RESPONSES // samples}", f"env.repeats={samples}")
+    formed = _rewards_form(shape)
+    own = (*grpo, *formed, "reward.weights={reasoning_gym: 1.0, form: 0.1}")
+    solutions = (*common, "+method=sft", f"env.num_envs={_SOLUTIONS}")
+    sft = Stage(_SFT, (*solutions, f"train.total_dialog_turns={rounds * _SOLUTIONS}", _LATER))
+    return Experiment(
+        f"GRPO teaches SmolLM2-135M {skill} by right answers, not by form or chance.",
+        f"{NO_RISE.removesuffix('.')}{trivial}.",
+        {
+            "GRPO": (Stage(_GRPO, own),),
+            **_control_arms(grpo, shape),
+            "SFT": (sft,),
+            "SFT, then GRPO": (sft, Stage(_GRPO, (*own, _LATER))),
+        },
+        shape,
+        seeds,
+        outcome,
+        once=(f"eval.pass_at_k={_BEST_OF}", "eval.temperature=1.0"),
+    )
+
+
+def _control_arms(
+    words: Sequence[str], shape: str, configured: Sequence[str] = ()
+) -> dict[str, tuple[Stage, ...]]:
+    """Return the arms that are rewarded for the form of an answer alone, and at random.
+
+    Args:
+        words: arguments of GRPO's own arm, without its rewards.
+        shape: regular expression of an answer in the right form.
+        configured: rewards of the configuration, which get weight 0.
+    """
+    none = "".join(f", {name}: 0.0" for name in configured)
+    drawn = (f"reward.functions={{chance: '{_CONTROLS}:chance'}}", f"reward.weights={{chance: 1.0{none}}}")
+    formed = (*_rewards_form(shape), f"reward.weights={{form: 1.0{none}}}")
+    return {
+        "reward for form": (Stage(_GRPO, (*words, *formed, _LATER)),),
+        "random reward": (Stage(_GRPO, (*words, *drawn, _LATER)),),
+    }
+
+
+def _rewards_form(shape: str) -> tuple[str, str]:
+    """Return the words that add a reward for the form of an answer."""
+    pattern = shape.replace("'", r"\'")
+    return (
+        f"reward.functions={{form: '{_CONTROLS}:form'}}",
+        f"reward.args={{form: {{pattern: '{pattern}'}}}}",
+    )
+
+
+def _examples(*turns: tuple[str, str]) -> str:
+    """Return the word that shows questions with their answers, as turns of the chat, before each question."""
+    shown = "".join(
+        f"{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\n"
+        for question, answer in turns
+    )
+    return f'env.prompt_template="{shown}{{question}}"'
+
+
+REVERSAL = _task(
+    "word_sequence_reversal",
+    "to write two words in the other order (word_sequence_reversal of reasoning_gym)",
+    r"[^\s,]+, [^\s,]+",
+    12,
+    (
+        "env.task_args={min_words: 2, max_words: 2}",
+        "env.system_prompt='Reply with two words.'",
+        _examples(
+            ("Reverse this list of words: tea, cup", "cup, tea"),
+            ("Reverse this list of words: Max, runs", "runs, Max"),
+        ),
+        "inference_model.max_new_tokens=8",
+        "inference_model.max_model_len=128",
+        "optimizer.lr=2e-5",
+    ),
+    "The claim holds, with two more seeds because three left the reward for form undecided, so "
+    "intervals are too narrow. That reward comes to 0.217 to 0.797; where it fails, words mostly stay in "
+    "their order. The recipe is that of the needle.",
+    seeds=5,
+)
+
+_DIFFERENCES = _task(
+    "basic_arithmetic",
+    "differences of two numbers up to 10 (basic_arithmetic of reasoning_gym)",
+    r"\d+ - \d+ = -?\d+",
+    16,
+    (
+        "env.task_args={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, operators: ['-'], "
+        "allow_parentheses: false, format_style: natural}",
+        "env.answer_format=equation",
+        "env.system_prompt='Reply like this: 9 - 4 = 5'",
+        _examples(("What is 9 - 4?", "9 - 4 = 5"), ("Calculate 3 - 8.", "3 - 8 = -5")),
+        "inference_model.max_new_tokens=12",
+        "inference_model.max_model_len=112",
+        "optimizer.lr=2e-5",
+    ),
+    "",
+    seeds=5,
+    samples=8,
+)
+
+
+def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Experiment:
+    """Return GRPO on all of GSM8K's test problems, which needs a GPU."""
+    common = ("--config-name=grpo_gsm8k", "eval.num_problems=1319")
+    return Experiment(claim, refuted_by, {"GRPO": (Stage(_GRPO, (*common, *words)),)}, needs=needs)
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "openenv": Experiment(
+        "GRPO teaches SmolLM2-135M a game of two turns on an OpenEnv server.",
+        "The held-out share of games won rises by less than 0.30.",
+        _LEARNING["openenv"],
+        outcome="The claim holds.",
+    ),
+    "sums": Experiment(
+        "GRPO teaches SmolLM2-135M sums of two numbers up to 10 by rewards that know the answer, not by form "
+        "or chance, and more than supervised fine-tuning does.",
+        "The interval of the rise or of a difference to a control includes 0, or SFT on as many rounds "
+        "reaches as much.",
+        _LEARNING["sft"]
+        | _control_arms(
+            (*_LEARNING["sft"]["GRPO"][0].words, "eval.reward=reasoning_gym"),
+            r"\d+ \+ \d+ = \d+",
+            ("reasoning_gym", "closeness", "bare_number"),
+        ),
+        outcome="The first part holds, but most of the rise is form: the other rewards add 0.103 to what the "
+        "reward for form teaches. The second part is refuted: 128 written solutions teach more, and GRPO "
+        "after them adds little. GRPO is for tasks whose answers can be checked and whose solutions nobody "
+        "has written.",
+    ),
+    "distillation": Experiment(
+        "A model that GRPO trained teaches its base at least 0.9 of its accuracy on the base's own text.",
+        "The student reaches less than 0.9 of the teacher's accuracy.",
+        _LEARNING["distill"],
+        outcome="The claim holds: each student reaches 1.01 to 1.03 of its teacher's accuracy.",
+    ),
+    "pictures": Experiment(
+        "GRPO improves how a model of a million parameters, trained from scratch by SFT, counts shapes in "
+        "small pictures.",
+        "The interval of the difference includes 0.",
+        _LEARNING["pictures"],
+        r"\d+",
+        outcome="The claim holds, and the form stays right. Values are shares of sampled answers, four a "
+        "problem, and most are still wrong. The recipe was chosen on seed 0, with these problems.",
+    ),
+    "needle": _task(
+        "needle_haystack",
+        "to name who does something in a text of three statements (needle_haystack of reasoning_gym)",
+        r"[A-Z][^\s.]*",
+        12,
+        (
+            "env.task_args={min_num_statements: 3, max_num_statements: 3}",
+            "env.system_prompt='Reply with a name.'",
+            _examples(
+                ("Ada likes tea. Tom mends socks. \nWho mends socks? Reply only with a name.", "Tom"),
+                ("Zoe paints boats. Max fears rain. \nWho paints boats? Reply only with a name.", "Zoe"),
+            ),
+            "inference_model.max_new_tokens=6",
+            "inference_model.max_model_len=166",
+            "optimizer.lr=2e-5",
+        ),
+        "The claim holds, with a fourth seed because three left the random reward undecided, so intervals "
+        "are too narrow. One seed of that came to 0.340 by answering mostly the first name, which is right "
+        "on 0.403 of the problems; GRPO is above this by +0.084 [+0.015, +0.154]. 96 written solutions teach "
+        "more, and GRPO after them adds +0.084 [+0.024, +0.144]. The recipe was chosen on seed 7, with 100 "
+        "of these problems.",
+        seeds=4,
+    ),
+    "reversal": REVERSAL,
+    "filter": _task(
+        "number_filtering",
+        "to take numbers that are too large or too small out of a list of two (number_filtering of "
+        "reasoning_gym)",
+        r"\[('-?\d+'(, '-?\d+')?)?\]",
+        12,
+        (
+            "env.task_args={min_numbers: 2, max_numbers: 2, min_decimals: 0, max_decimals: 0, "
+            "min_value: -20, max_value: 20}",
+            "env.system_prompt='Reply with a list.'",
+            _examples(
+                ("Remove all numbers larger than 5 in this list: ['3', '8']", "['3']"),
+                ("Remove all numbers smaller than 0 in this list: ['9', '7']", "['9', '7']"),
+            ),
+            "inference_model.max_new_tokens=10",
+            "inference_model.max_model_len=128",
+            "optimizer.lr=2e-5",
+        ),
+        "Refuted by the first seed: after eight steps GRPO kept the first number, whatever was asked, which "
+        "is right on 0.413 of these problems. Other runs were left out.",
+        trivial=", or GRPO is not above 0.45, which keeping the same one of the numbers gives",
+    ),
+    "multiplication": _task(
+        "basic_arithmetic",
+        "products of two numbers up to 10 (basic_arithmetic of reasoning_gym)",
+        r"\d+ \* \d+ = \d+\.?",
+        6,
+        (
+            "env.task_args={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, operators: ['*'], "
+            "allow_parentheses: false, format_style: natural}",
+            "env.answer_format=equation",
+            "env.system_prompt='Reply like this: 2 * 4 = 8'",
+            "inference_model.max_new_tokens=12",
+            "inference_model.max_model_len=64",
+            "optimizer.lr=3e-5",
+        ),
+        "Refuted: GRPO came to 0.775, 0.055 and 0.150; with the last two seeds few answers had the form. The "
+        "form allows a final dot, which the grader does not: with it the reward for form comes to 0.605, "
+        "0.645 and 0.780, so the model knew the table and lacked the form. 48 written solutions teach that, "
+        "and GRPO after them adds +0.027 [-0.107, +0.160]. The questions are 26 products; the prompt shows "
+        "one of them. The recipe was chosen on seed 7.",
+        held_out=200,
+    ),
+    "differences": _DIFFERENCES,
+    "gsm8k-0.5b": _gsm8k(
+        "16,000 samples raise Qwen2.5-0.5B-Instruct (published: 43.6 to 50.2).",
+        "The interval of the rise includes 0.",
+        ("model.name=Qwen/Qwen2.5-0.5B-Instruct", "train.total_dialog_turns=16000"),
+        "GPU of 24 GB, 23 GB, 0.3 hours",
+    ),
+    "gsm8k-1.5b-lora": _gsm8k(
+        "Adapters of rank 32 raise Qwen2.5-1.5B-Instruct.",
+        "The interval of the rise includes 0.",
+        ("+recipe=gpu_24gb",),
+        "GPU of 24 GB, 17 GB, 0.5 hours",
+    ),
+    "gsm8k-1.5b": _gsm8k(
+        "64,000 samples raise Qwen2.5-1.5B-Instruct (published elsewhere: 79.6).",
+        "The interval of the rise includes 0.",
+        ("+recipe=gpu_80gb",),
+        "GPU of 80 GB, 56 GB, 1.5 hours",
+    ),
+    "gsm8k-3b": _gsm8k(
+        "64,000 samples raise Qwen2.5-3B-Instruct (published elsewhere: 86.1).",
+        "The interval of the rise includes 0.",
+        (
+            "+recipe=gpu_80gb",
+            "model.name=Qwen/Qwen2.5-3B-Instruct",
+            "train_model.gradient_checkpointing=true",
+        ),
+        "GPU of 80 GB, 75 GB, 2.5 hours",
+    ),
+}
