@@ -31,6 +31,10 @@ def main() -> None:
         arms = EXPERIMENTS[name].arms
         if args.arm is not None and args.arm not in arms:
             parser.error(f"--arm={args.arm}: {name} has no such arm; write one of {', '.join(arms)}")
+        # Another seed would join the published means.
+        if args.seed not in (None, *range(EXPERIMENTS[name].seeds)):
+            last = EXPERIMENTS[name].seeds - 1
+            parser.error(f"--seed={args.seed}: {name} has no such seed; write one of 0 to {last}")
     if args.names and args.folder is None:
         parser.error("--folder: it is missing; write the folder for the runs")
     data = () if args.data is None else (f"env.data_path={args.data}",)

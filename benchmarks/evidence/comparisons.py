@@ -106,7 +106,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "TRL": _beside_trl(
         "the sums of the quick start",
-        # A curve without long straight lines.
+        # Curves without long straight lines.
         (
             "--config-name=grpo_quickstart",
             "eval.num_problems=300",
@@ -119,7 +119,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "TRL-reversal": _beside_trl(
         "the order of two words (reversal)",
-        (*_SHORT_REVERSAL, "train.total_dialog_turns=512", "eval.frequency=2"),
+        (*_SHORT_REVERSAL, "train.total_dialog_turns=384", "eval.frequency=1"),
         0.5,
         "",
     ),

@@ -274,6 +274,24 @@ def test_a_run_for_the_model_before_training_keeps_the_record_that_is_there(
     assert kept == [("GRPO", 1)]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["neddle"], "NAME=neddle: there is no such experiment; write one of openenv, "),
+        (["needle", "--arm", "random"], "--arm=random: needle has no such arm; write one of GRPO, "),
+        (["needle", "--seed", "7"], "--seed=7: needle has no such seed; write one of 0 to 3"),
+        (["needle"], "--folder: it is missing; write the folder for the runs"),
+    ],
+)
+def test_arguments_that_name_nothing_are_refused(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["evidence", *words])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["sums", "multiplication", "differences"])
 def test_a_prompt_shows_no_held_out_calculation(experiment: str) -> None:
