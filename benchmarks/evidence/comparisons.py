@@ -121,6 +121,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "the order of two words (reversal)",
         (*_SHORT_REVERSAL, "train.total_dialog_turns=384", "eval.frequency=1"),
         0.5,
-        "",
+        "The seconds hold. The responses do not: TRL's seeds took 59 more, 119 fewer and 25 fewer, and three "
+        "such seeds bound nothing.",
     ),
 }

@@ -95,9 +95,17 @@ def _command(stage: Stage, run: Path, folder: Path) -> str:
     job = read_yaml(run / ".hydra/hydra.yaml")["hydra"]["job"]
     words = [word for word in recorded_overrides(run) or () if not word.startswith(("hydra.", "logging."))]
     text = shlex.join(["python", stage.script, f"--config-name={job['config_name']}", *words])
-    text = text.replace(f"{folder}/", "FOLDER/").replace(f"{_ROOT}/", "")
-    # What is elsewhere on this machine concerns nobody else.
-    return _ABSOLUTE.sub("PATH", text)
+    return _ABSOLUTE.sub(_of_project, text.replace(f"{folder}/", "FOLDER/"))
+
+
+def _of_project(path: re.Match[str]) -> str:
+    """Return an absolute path from the root of this project, whose copy may have been elsewhere.
+
+    Other paths of the machine concern nobody else.
+    """
+    parts = Path(path[0]).parts
+    ends = (Path(*parts[start:]) for start in range(1, len(parts) - 1))
+    return next((str(end) for end in ends if (_ROOT / end).exists()), "PATH")
 
 
 def _clock(run: Path, steps: Sequence[int]) -> list[float]:

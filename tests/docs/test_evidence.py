@@ -237,7 +237,12 @@ def test_a_record_has_the_commands_that_ran_without_paths_of_this_machine(tmp_pa
         tmp_path / "needle/SFT-1/0", grades, words=["hydra.run.dir=/a/b", "env.data_path=/home/me/x"]
     )
     first = f"model.name={base}/checkpoints/4/model"
-    words = [first, f"own='{page.README.parent}/own.py:f'", "a={b: \\d+}", "logging.progress=false"]
+    words = [
+        first,
+        "own='/copy/benchmarks/evidence/controls.py:form'",
+        "a={b: \\d+}",
+        "logging.progress=false",
+    ]
     last = ended(tmp_path / "needle/SFT-then-GRPO-1/1", grades, words=words)
     arm = "SFT, then GRPO"
     record = records.read_record(of_arms("SFT", arm), arm, 1, [base, last], base)
@@ -245,7 +250,8 @@ def test_a_record_has_the_commands_that_ran_without_paths_of_this_machine(tmp_pa
         ["python", "train.py", "--config-name=quick", "env.data_path=PATH"],
         [
             *("python", "train.py", "--config-name=quick"),
-            *("model.name=FOLDER/needle/SFT-1/0/checkpoints/4/model", "own='own.py:f'", "a={b: \\d+}"),
+            "model.name=FOLDER/needle/SFT-1/0/checkpoints/4/model",
+            *("own='benchmarks/evidence/controls.py:form'", "a={b: \\d+}"),
         ],
     ]
 
