@@ -154,9 +154,9 @@ _DIFFERENCES = _task(
         "inference_model.max_model_len=112",
         "optimizer.lr=2e-5",
     ),
-    "Undecided with three of five seeds: each rises, by 0.104 to 0.300, and each is above both controls, by "
-    "0.046 and more, but the intervals have 0 in them. The questions are 60 differences. The recipe was "
-    "chosen on seed 7, with another example and 100 of these problems.",
+    "The claim holds, with the five seeds that were planned; the reward for form makes the model worse. The "
+    "questions are 60 differences in several wordings, so intervals are somewhat too narrow. The recipe was "
+    "chosen on seed 7, with another example and 100 of these problems. SFT is not run yet.",
     seeds=5,
     samples=8,
 )
