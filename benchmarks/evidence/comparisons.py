@@ -32,6 +32,7 @@ _CORRECTIONS: dict[str, Sequence[str]] = {
     "masked": ("policy.proximal=trainer", "policy.correction=mask", "policy.correction_floor=0.5"),
     "decoupled": ("policy.proximal=trainer", "policy.correction=mask", "policy.correction_floor=0.0"),
 }
+# Both come to 0.5 within a few steps, so both are graded after each.
 _SHORT_REVERSAL = tuple(
     word
     for word in REVERSAL.arms["GRPO"][0].words
@@ -122,6 +123,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         (*_SHORT_REVERSAL, "train.total_dialog_turns=384", "eval.frequency=1"),
         0.5,
         "The seconds hold. The responses do not: TRL's seeds took 59 more, 119 fewer and 25 fewer, and three "
-        "such seeds bound nothing.",
+        "seeds that differ so much cannot tell who needs fewer.",
     ),
 }

@@ -139,28 +139,6 @@ REVERSAL = _task(
     seeds=5,
 )
 
-_DIFFERENCES = _task(
-    "basic_arithmetic",
-    "differences of two numbers up to 10 (basic_arithmetic of reasoning_gym)",
-    r"\d+ - \d+ = -?\d+",
-    16,
-    (
-        "env.task_args={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, operators: ['-'], "
-        "allow_parentheses: false, format_style: natural}",
-        "env.answer_format=equation",
-        "env.system_prompt='Reply like this: 9 - 4 = 5'",
-        _examples(("What is 9 - 4?", "9 - 4 = 5"), ("Calculate 3 - 8.", "3 - 8 = -5")),
-        "inference_model.max_new_tokens=12",
-        "inference_model.max_model_len=112",
-        "optimizer.lr=2e-5",
-    ),
-    "The claim holds, with the five seeds that were planned; the reward for form makes the model worse. The "
-    "questions are 60 differences in several wordings, so intervals are somewhat too narrow. The recipe was "
-    "chosen on seed 7, with another example and 100 of these problems. SFT is not run yet.",
-    seeds=5,
-    samples=8,
-)
-
 
 def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Experiment:
     """Return GRPO on all of GSM8K's test problems, which needs a GPU."""
@@ -178,8 +156,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sums": Experiment(
         "GRPO teaches SmolLM2-135M sums of two numbers up to 10 by rewards that know the answer, not by form "
         "or chance, and more than supervised fine-tuning does.",
-        "The interval of the rise or of a difference to a control includes 0, or SFT on as many rounds "
-        "reaches as much.",
+        f"{NO_RISE.removesuffix('.')}, or SFT on as many rounds reaches as much.",
         _LEARNING["sft"]
         | _control_arms(
             (*_LEARNING["sft"]["GRPO"][0].words, "eval.reward=reasoning_gym"),
@@ -223,10 +200,10 @@ EXPERIMENTS: dict[str, Experiment] = {
             "optimizer.lr=2e-5",
         ),
         "The claim holds, with a fourth seed because three left the random reward undecided, so intervals "
-        "are too narrow. One seed of that came to 0.340 by answering mostly the first name, which is right "
-        "on 0.403 of the problems; GRPO is above this by +0.084 [+0.015, +0.154]. 96 written solutions teach "
-        "more, and GRPO after them adds +0.084 [+0.024, +0.144]. The recipe was chosen on seed 7, with 100 "
-        "of these problems.",
+        "are too narrow. One seed of the random reward came to 0.340 by answering mostly the first name. "
+        "That is right on 0.403 of the problems, and GRPO is above it by +0.084 [+0.015, +0.154]. 96 "
+        "written solutions teach more, and GRPO after them adds +0.084 [+0.024, +0.144]. The recipe was "
+        "chosen on seed 7, with 100 of these problems.",
         seeds=4,
     ),
     "reversal": REVERSAL,
@@ -273,7 +250,28 @@ EXPERIMENTS: dict[str, Experiment] = {
         "one of them. The recipe was chosen on seed 7.",
         held_out=200,
     ),
-    "differences": _DIFFERENCES,
+    "differences": _task(
+        "basic_arithmetic",
+        "differences of two numbers up to 10 (basic_arithmetic of reasoning_gym)",
+        r"\d+ - \d+ = -?\d+",
+        16,
+        (
+            "env.task_args={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, operators: ['-'], "
+            "allow_parentheses: false, format_style: natural}",
+            "env.answer_format=equation",
+            "env.system_prompt='Reply like this: 9 - 4 = 5'",
+            _examples(("What is 9 - 4?", "9 - 4 = 5"), ("Calculate 3 - 8.", "3 - 8 = -5")),
+            "inference_model.max_new_tokens=12",
+            "inference_model.max_model_len=112",
+            "optimizer.lr=2e-5",
+        ),
+        "The claim holds, with the five seeds that were planned; the reward for form makes the model "
+        "worse. The questions are 60 differences in several wordings: over means of a difference the rise "
+        "is [+0.067, +0.320], and both leads stay above 0. The recipe was chosen on seed 7, with another "
+        "example and 100 of these problems. SFT is not run yet.",
+        seeds=5,
+        samples=8,
+    ),
     "gsm8k-0.5b": _gsm8k(
         "16,000 samples raise Qwen2.5-0.5B-Instruct (published: 43.6 to 50.2).",
         "The interval of the rise includes 0.",
