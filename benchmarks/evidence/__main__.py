@@ -37,9 +37,9 @@ def main() -> None:
             parser.error(f"--seed={args.seed}: {name} has no such seed; write one of 0 to {last}")
     if args.names and args.folder is None:
         parser.error("--folder: it is missing; write the folder for the runs")
-    data = () if args.data is None else (f"env.data_path={args.data}",)
     for name in args.names:
         experiment = EXPERIMENTS[name]
+        data = () if args.data is None else (f"{experiment.data_key}={args.data}",)
         for seed in range(experiment.seeds) if args.seed is None else [args.seed]:
             folder = args.folder.resolve() / name
             model = first_model(experiment.arms, seed, folder)

@@ -41,3 +41,5 @@ class Experiment:
     needs: str = ""
     once: Sequence[str] = ()
     reach: float | None = None
+    measures: Sequence[str] = ()
+    data_key: str = "env.data_path"

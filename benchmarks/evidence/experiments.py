@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.evidence import comparisons, tasks
+from benchmarks.evidence import comparisons, published, tasks
 from benchmarks.evidence.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = tasks.EXPERIMENTS | comparisons.EXPERIMENTS
+EXPERIMENTS: dict[str, Experiment] = tasks.EXPERIMENTS | published.EXPERIMENTS | comparisons.EXPERIMENTS

@@ -1,4 +1,4 @@
-"""Makes ``docs/results.md``, ``docs/comparisons.md`` and their pictures of the records."""
+"""Makes the pages of results, and their pictures, of the records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence import comparisons, tasks
+from benchmarks.evidence import comparisons, published, tasks
 from benchmarks.evidence.experiment import NO_RISE, Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import interval
@@ -26,7 +26,8 @@ _HEAD = f"""# Results
 
 What models learn here, mostly over several seeds, with intervals and, for some tasks, controls. A claim is
 refuted if {NO_RISE[0].lower()}{NO_RISE[1:-1]}, unless its section says otherwise.
-[Comparisons](comparisons.md) has settings and TRL. A section is one command:
+[IFEval and GSM8K](results_ifeval_gsm8k.md) and [comparisons](comparisons.md) with TRL and between settings
+have pages of their own. A section is one command:
 
 ```
 python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page
@@ -45,6 +46,12 @@ temperature 1, is right. Seconds are those of each command of an arm, with its s
 """
 
 
+_PUBLISHED_HEAD = """# Results on IFEval and GSM8K
+
+What models learn on two published benchmarks. Commands, intervals, columns and what refutes a claim are as in
+[results](results.md); a second table has means over problems, with intervals over seeds alone. Held-out
+problems are those of the benchmarks. `--data DATA` takes a local copy.
+"""
 _COMPARISONS_HEAD = """# Comparisons
 
 What a setting or another trainer changes, with the same task, problems and number of responses. Commands,
@@ -53,6 +60,7 @@ raw responses, intervals and columns are as in [results](results.md).
 # Pages with their beginnings and experiments.
 PAGES: Mapping[Path, tuple[str, Mapping[str, Experiment]]] = {
     _ROOT / "docs/results.md": (_HEAD, tasks.EXPERIMENTS),
+    _ROOT / "docs/results_ifeval_gsm8k.md": (_PUBLISHED_HEAD, published.EXPERIMENTS),
     _ROOT / "docs/comparisons.md": (_COMPARISONS_HEAD, comparisons.EXPERIMENTS),
 }
 
@@ -169,7 +177,10 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     if experiment.reach is not None:
         columns += [f"responses to {experiment.reach}", f"seconds to {experiment.reach}"]
     columns.append("seconds" if experiment.reach is None else "seconds of all steps")
-    head, *rows = ["|" + "|".join(row) + "|" for row in (columns, *table(experiment, records))]
+    tables = _markdown(columns, table(experiment, records))
+    if experiment.measures:
+        heads = ["rise of", "before", *_measured(experiment, records)]
+        tables += _markdown(heads, measures_table(experiment, records))
     usual = experiment.refuted_by == NO_RISE
     refuted = "" if usual else f" Refuted if {_lower(experiment.refuted_by)}"
     return "\n".join(
@@ -177,10 +188,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"## {name[0].upper()}{name[1:]}\n",
             f"Claim: {experiment.claim}{refuted}\n",
             f"{start(experiment, records)}\n",
-            head,
-            "|---" * len(columns) + "|",
-            *rows,
-            "",
+            *tables,
             f"{experiment.outcome}\n",
             f"{len(records[0]['ids'])} held-out problems; "
             f"[records](../benchmarks/evidence/records/{name}.json).",
@@ -188,6 +196,37 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"![learning curves](pictures/evidence-{name}.svg)\n",
         ]
     )
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, and an empty one."""
+    head, *lines = ["|" + "|".join(row) + "|" for row in (columns, *rows)]
+    return [head, "|---" * len(columns) + "|", *lines, ""]
+
+
+def measures_table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table of further held-out values: how much each arm raises them."""
+    runs = _measured(experiment, records).values()
+    rows = []
+    for name in experiment.measures:
+        pairs = [np.array([run[name] for run in arm], float) for arm in runs]
+        rises = [_over_seeds(pair[:, 1] - pair[:, 0]) for pair in pairs]
+        rows.append([name.replace("_", " "), f"{pairs[0][:, 0].mean():.3f}", *rises])
+    return rows
+
+
+def _measured(experiment: Experiment, records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the further held-out values of the runs of each arm that has some."""
+    runs = {arm: [row["measures"] for row in records if row["arm"] == arm] for arm in experiment.arms}
+    return {arm: measured for arm, measured in runs.items() if measured}
+
+
+def _over_seeds(values: Any) -> str:
+    """Return the mean of values ``[S]`` with its interval over seeds, if there are several."""
+    if len(values) < 2:
+        return f"{values.mean():+.3f}"
+    mean, half = interval(values)
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 
 
 def with_samples(readme: str, records: Sequence[dict[str, Any]]) -> str:

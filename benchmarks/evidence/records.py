@@ -81,6 +81,11 @@ def read_record(
     first, final = _passes(base), _passes(last)
     if first and final:
         record["passes"] = [first[0], final[-1]]
+    if experiment.measures:
+        record["measures"] = {
+            name: [_measured(base, name, 0), _measured(last, name, trial.last_step)]
+            for name in experiment.measures
+        }
     return record
 
 
@@ -122,6 +127,18 @@ def _passes(run: Path) -> list[float]:
     """Return pass@k of each evaluation that measured it."""
     rows = read_jsonl(run / METRICS)
     return [value for row in rows for name, value in row.items() if name.startswith("eval/pass_at_")]
+
+
+def _measured(run: Path, name: str, step: int) -> float:
+    """Return a held-out value of the evaluation at a step.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for row in read_jsonl(run / METRICS):
+        if row["step"] == step and f"eval/{name}" in row:
+            return row[f"eval/{name}"]
+    raise ValueError(f"{run}: {METRICS} has no eval/{name} at step {step}, which the experiment measures")
 
 
 def _rows(run: Path, step: int) -> list[dict[str, Any]]:

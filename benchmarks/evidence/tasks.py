@@ -1,4 +1,4 @@
-"""Experiments on what a task teaches, with controls, and those that need a GPU."""
+"""Experiments on what a task of one's own teaches, with controls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _task(
     )
     grpo = (*common, f"train.total_dialog_turns={rounds * _RESPONSES}")
     grpo += (f"env.num_envs={_RESPONSES // samples}", f"env.repeats={samples}")
-    formed = _rewards_form(shape)
+    formed = rewards_form(shape)
     own = (*grpo, *formed, "reward.weights={reasoning_gym: 1.0, form: 0.1}")
     solutions = (*common, "+method=sft", f"env.num_envs={_SOLUTIONS}")
     sft = Stage(_SFT, (*solutions, f"train.total_dialog_turns={rounds * _SOLUTIONS}", _LATER))
@@ -69,7 +69,7 @@ def _task(
         f"{NO_RISE.removesuffix('.')}{trivial}.",
         {
             "GRPO": (Stage(_GRPO, own),),
-            **_control_arms(grpo, shape),
+            **control_arms(grpo, shape),
             "SFT": (sft,),
             "SFT, then GRPO": (sft, Stage(_GRPO, (*own, _LATER))),
         },
@@ -80,7 +80,7 @@ def _task(
     )
 
 
-def _control_arms(
+def control_arms(
     words: Sequence[str], shape: str, configured: Sequence[str] = ()
 ) -> dict[str, tuple[Stage, ...]]:
     """Return the arms that are rewarded for the form of an answer alone, and at random.
@@ -92,14 +92,14 @@ def _control_arms(
     """
     none = "".join(f", {name}: 0.0" for name in configured)
     drawn = (f"reward.functions={{chance: '{_CONTROLS}:chance'}}", f"reward.weights={{chance: 1.0{none}}}")
-    formed = (*_rewards_form(shape), f"reward.weights={{form: 1.0{none}}}")
+    formed = (*rewards_form(shape), f"reward.weights={{form: 1.0{none}}}")
     return {
         "reward for form": (Stage(_GRPO, (*words, *formed, _LATER)),),
         "random reward": (Stage(_GRPO, (*words, *drawn, _LATER)),),
     }
 
 
-def _rewards_form(shape: str) -> tuple[str, str]:
+def rewards_form(shape: str) -> tuple[str, str]:
     """Return the words that add a reward for the form of an answer."""
     pattern = shape.replace("'", r"\'")
     return (
@@ -108,7 +108,7 @@ def _rewards_form(shape: str) -> tuple[str, str]:
     )
 
 
-def _examples(*turns: tuple[str, str]) -> str:
+def examples(*turns: tuple[str, str]) -> str:
     """Return the word that shows questions with their answers, as turns of the chat, before each question."""
     shown = "".join(
         f"{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\n"
@@ -125,7 +125,7 @@ REVERSAL = _task(
     (
         "env.task_args={min_words: 2, max_words: 2}",
         "env.system_prompt='Reply with two words.'",
-        _examples(
+        examples(
             ("Reverse this list of words: tea, cup", "cup, tea"),
             ("Reverse this list of words: Max, runs", "runs, Max"),
         ),
@@ -140,12 +140,6 @@ REVERSAL = _task(
 )
 
 
-def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Experiment:
-    """Return GRPO on all of GSM8K's test problems, which needs a GPU."""
-    common = ("--config-name=grpo_gsm8k", "eval.num_problems=1319")
-    return Experiment(claim, refuted_by, {"GRPO": (Stage(_GRPO, (*common, *words)),)}, needs=needs)
-
-
 EXPERIMENTS: dict[str, Experiment] = {
     "openenv": Experiment(
         "GRPO teaches SmolLM2-135M a game of two turns on an OpenEnv server.",
@@ -158,7 +152,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "or chance, and more than supervised fine-tuning does.",
         f"{NO_RISE.removesuffix('.')}, or SFT on as many rounds reaches as much.",
         _LEARNING["sft"]
-        | _control_arms(
+        | control_arms(
             (*_LEARNING["sft"]["GRPO"][0].words, "eval.reward=reasoning_gym"),
             r"\d+ \+ \d+ = \d+",
             ("reasoning_gym", "closeness", "bare_number"),
@@ -191,7 +185,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         (
             "env.task_args={min_num_statements: 3, max_num_statements: 3}",
             "env.system_prompt='Reply with a name.'",
-            _examples(
+            examples(
                 ("Ada likes tea. Tom mends socks. \nWho mends socks? Reply only with a name.", "Tom"),
                 ("Zoe paints boats. Max fears rain. \nWho paints boats? Reply only with a name.", "Zoe"),
             ),
@@ -217,7 +211,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "env.task_args={min_numbers: 2, max_numbers: 2, min_decimals: 0, max_decimals: 0, "
             "min_value: -20, max_value: 20}",
             "env.system_prompt='Reply with a list.'",
-            _examples(
+            examples(
                 ("Remove all numbers larger than 5 in this list: ['3', '8']", "['3']"),
                 ("Remove all numbers smaller than 0 in this list: ['9', '7']", "['9', '7']"),
             ),
@@ -260,7 +254,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "allow_parentheses: false, format_style: natural}",
             "env.answer_format=equation",
             "env.system_prompt='Reply like this: 9 - 4 = 5'",
-            _examples(("What is 9 - 4?", "9 - 4 = 5"), ("Calculate 3 - 8.", "3 - 8 = -5")),
+            examples(("What is 9 - 4?", "9 - 4 = 5"), ("Calculate 3 - 8.", "3 - 8 = -5")),
             "inference_model.max_new_tokens=12",
             "inference_model.max_model_len=112",
             "optimizer.lr=2e-5",
@@ -268,36 +262,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The claim holds, with the five seeds that were planned; the reward for form makes the model "
         "worse. The questions are 60 differences in several wordings: over means of a difference the rise "
         "is [+0.067, +0.320], and both leads stay above 0. The recipe was chosen on seed 7, with another "
-        "example and 100 of these problems. SFT is not run yet.",
+        "example and 100 of these problems. 128 written solutions teach as much or more.",
         seeds=5,
         samples=8,
-    ),
-    "gsm8k-0.5b": _gsm8k(
-        "16,000 samples raise Qwen2.5-0.5B-Instruct (published: 43.6 to 50.2).",
-        "The interval of the rise includes 0.",
-        ("model.name=Qwen/Qwen2.5-0.5B-Instruct", "train.total_dialog_turns=16000"),
-        "GPU of 24 GB, 23 GB, 0.3 hours",
-    ),
-    "gsm8k-1.5b-lora": _gsm8k(
-        "Adapters of rank 32 raise Qwen2.5-1.5B-Instruct.",
-        "The interval of the rise includes 0.",
-        ("+recipe=gpu_24gb",),
-        "GPU of 24 GB, 17 GB, 0.5 hours",
-    ),
-    "gsm8k-1.5b": _gsm8k(
-        "64,000 samples raise Qwen2.5-1.5B-Instruct (published elsewhere: 79.6).",
-        "The interval of the rise includes 0.",
-        ("+recipe=gpu_80gb",),
-        "GPU of 80 GB, 56 GB, 1.5 hours",
-    ),
-    "gsm8k-3b": _gsm8k(
-        "64,000 samples raise Qwen2.5-3B-Instruct (published elsewhere: 86.1).",
-        "The interval of the rise includes 0.",
-        (
-            "+recipe=gpu_80gb",
-            "model.name=Qwen/Qwen2.5-3B-Instruct",
-            "train_model.gradient_checkpointing=true",
-        ),
-        "GPU of 80 GB, 75 GB, 2.5 hours",
     ),
 }

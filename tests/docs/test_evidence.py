@@ -19,7 +19,7 @@ from run_files import write_evaluations
 from scipy import stats
 
 from benchmarks.evidence import __main__ as command
-from benchmarks.evidence import controls, page, records, with_trl
+from benchmarks.evidence import controls, last_step, page, records, with_trl
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import Stage, first_model
@@ -107,6 +107,30 @@ def test_a_table_has_means_and_paired_differences_with_intervals() -> None:
     assert second[4] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
     assert (first[0], first[1], first[4], first[5]) == ("GRPO", "3", "", "10")
     assert first[2].startswith("0.700 [") and first[3].startswith("+0.600 [")
+
+
+def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
+    experiment = Experiment("", "", ARMS, measures=("prompt_loose", "instruction_loose"))
+    rises = [0.1, 0.2, 0.3]
+    rows = [
+        made(
+            "GRPO",
+            seed,
+            [0.0],
+            [1.0],
+            measures={"prompt_loose": [0.5, 0.5 + rise], "instruction_loose": [1, 1]},
+        )
+        for seed, rise in enumerate(rises)
+    ]
+    rows.append(
+        made("random", 0, [0.0], [0.0], measures={"prompt_loose": [0.5, 0.25], "instruction_loose": [1, 0]})
+    )
+    half = stats.t.ppf(0.975, 2) * statistics.stdev(rises) / 3**0.5
+    assert page.measures_table(experiment, rows) == [
+        ["prompt loose", "0.500", f"+0.200 [{0.2 - half:+.3f}, {0.2 + half:+.3f}]", "-0.250"],
+        ["instruction loose", "1.000", "+0.000 [+0.000, +0.000]", "-1.000"],
+    ]
+    assert page.measures_table(Experiment("", "", ARMS), rows) == []
 
 
 def test_an_arm_of_one_seed_has_no_interval_and_the_share_of_the_right_form() -> None:
@@ -231,6 +255,14 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
         records.save("made", [record, {**record, "ids": ["p"]}], tmp_path / "records")
 
 
+def test_a_record_has_the_values_that_an_experiment_measures(tmp_path: Path) -> None:
+    run = ended(tmp_path / "run", {0: {"p": 0.0}, 4: {"p": 1.0}})
+    experiment = of_arms("GRPO", measures=("accuracy",))
+    assert records.read_record(experiment, "GRPO", 1, [run], run)["measures"] == {"accuracy": [0.5, 0.75]}
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has no eval/acc at step 0, which the experiment"):
+        records.read_record(replace(experiment, measures=("acc",)), "GRPO", 1, [run], run)
+
+
 def test_a_record_has_the_commands_that_ran_without_paths_of_this_machine(tmp_path: Path) -> None:
     grades = {0: {"p": 0.0}, 4: {"p": 1.0}}
     base = ended(
@@ -320,6 +352,23 @@ def test_an_arm_that_was_not_evaluated_at_its_start_takes_that_of_the_first_arm(
     (taught / "metrics.jsonl").write_text(json.dumps({"step": 4, "eval/accuracy": 0.25}) + "\n")
     arm = "SFT, then GRPO"
     assert records.read_record(of_arms(arm), arm, 1, [taught, last], base)["values"] == [0.25, 0.5]
+
+
+def test_the_last_step_of_a_solution_is_left_out(tmp_path: Path) -> None:
+    solutions = [
+        "He has 2*3 = $<<2*3=6>>6.\nWith 4 more, 6+4 = $<<6+4=10>>10 are his.\n#### 10",
+        "A calculation that does not give the answer: 2+2=<<2+2=4>>4, so five.\n#### 5",
+        "No calculation.\n#### 7",
+        "Words after the equals sign: 1+1 = two or <<1+1=2>>2\n#### 2",
+        "1,000*2=<<1000*2=2000>>2,000\n#### 2,000",
+        "x" * 400 + " 1+1=<<1+1=2>>2\n#### 2",
+    ]
+    rows = [json.dumps({"question": "How many?", "answer": solution}) for solution in solutions]
+    (tmp_path / "test.jsonl").write_text("\n".join(rows))
+    assert list(last_step.load("test", str(tmp_path))) == [
+        {"question": "How many?\n\nHe has 2*3 = $6.\nWith 4 more, 6+4 =", "answer": "10"},
+        {"question": "How many?\n\n1,000*2=", "answer": "2000"},
+    ]
 
 
 def test_control_rewards_know_nothing_of_the_answer() -> None:
