@@ -43,3 +43,4 @@ class Experiment:
     reach: float | None = None
     measures: Sequence[str] = ()
     data_key: str = "env.data_path"
+    keeps_samples: bool = True

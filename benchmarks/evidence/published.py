@@ -74,16 +74,22 @@ def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Exp
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "ifeval": Experiment(
+    "IFEval": Experiment(
         "GRPO on composed instructions teaches SmolLM2-135M to follow more of IFEval's in at most 64 tokens, "
         "by instructions that it follows, not by form or chance.",
         NO_RISE,
         {"GRPO": (Stage(_GRPO, _INSTRUCTIONS),), **control_arms(_INSTRUCTIONS, _ENDED)},
         _ENDED,
-        outcome="",
+        outcome="The claim holds, with the three seeds that were planned; over seeds alone, instruction "
+        "loose is undecided. IFEval does not grade what a response says: before training 17 % of the right "
+        "ones had fewer than 12 words, and after it 52 %, some of them only the phrase that they had to end "
+        "with. With 128 tokens the model before training follows 0.183. A trainer in bfloat16 beside an "
+        "engine in float32 halves the time of a step, and their probabilities differ. The recipe was chosen "
+        "on seed 7, with these prompts. SFT was not run: nobody has written solutions.",
+        keeps_samples=False,
         measures=("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"),
     ),
-    "gsm8k-last": Experiment(
+    "GSM8K-last": Experiment(
         "GRPO teaches SmolLM2-135M the last calculation of a solution of GSM8K by right answers, not by form "
         "or chance.",
         NO_RISE,
@@ -92,8 +98,14 @@ EXPERIMENTS: dict[str, Experiment] = {
             **control_arms(_LAST_STEP, _CALCULATION),
         },
         _CALCULATION,
-        outcome="",
+        outcome="The claim holds, with the three seeds that were planned. Three things are learned: the "
+        "form; to finish the calculation that was asked, which 0.45 of the answers in the right form do "
+        "before training and 0.69 after it; and results, which are right in 0.32 and 0.40 of those. The "
+        "last number of a response is graded. Problems are short ones whose last marked calculation gives "
+        "the answer. A trial on seed 7, with 100 of the problems, rose from 0.17 to 0.22 in 8 steps at "
+        "temperature 1; the temperature was chosen after it.",
         data_key="env.task_args.path",
+        keeps_samples=False,
     ),
     "gsm8k-0.5b": _gsm8k(
         "16,000 samples raise Qwen2.5-0.5B-Instruct (published: 43.6 to 50.2).",

@@ -74,8 +74,9 @@ def read_record(
         "ids": ids,
         "before": [before[id][0] for id in ids],
         "after": [after[id][0] for id in ids],
-        "samples": _samples(rows_before, rows_after),
     }
+    if experiment.keeps_samples:
+        record["samples"] = _samples(rows_before, rows_after)
     if experiment.shape:
         record["formed"] = [sum(each[id][1] for id in ids) / len(ids) for each in (before, after)]
     first, final = _passes(base), _passes(last)
@@ -137,7 +138,7 @@ def _measured(run: Path, name: str, step: int) -> float:
     """
     for row in read_jsonl(run / METRICS):
         if row["step"] == step and f"eval/{name}" in row:
-            return row[f"eval/{name}"]
+            return float(row[f"eval/{name}"])
     raise ValueError(f"{run}: {METRICS} has no eval/{name} at step {step}, which the experiment measures")
 
 

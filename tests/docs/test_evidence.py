@@ -249,6 +249,8 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     first, second = record["samples"]
     assert records._question("<|im_start|>user\none<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n") == "two"
     assert first == ["prompt of p", "run p 0 0", "run p 4 0"] and second[0] == "prompt of q"
+    published = of_arms("GRPO", keeps_samples=False)
+    assert "samples" not in records.read_record(published, "GRPO", 1, [run], run)
     records.save("made", [record, {**record, "seed": 2}], tmp_path / "records")
     assert records.load("made", tmp_path / "records") == [record, {**record, "seed": 2}]
     with pytest.raises(ValueError, match="not all runs were measured on the same problems"):
