@@ -34,7 +34,7 @@ gpu-check: setup-dev  ## Check that this machine's GPUs train correctly, in stag
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)
 
-evidence: setup-dev  ## Run experiments of docs/results.md and docs/comparisons.md (ARGS="needle --folder FOLDER")
+evidence: setup-dev  ## Run experiments of docs/results.md and the pages it links (ARGS="needle --folder FOLDER")
 	$(PY) -m benchmarks.evidence $(ARGS)
 
 lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), imports between subpackages (import-linter), spelling (codespell) and names of variables
