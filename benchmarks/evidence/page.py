@@ -48,9 +48,10 @@ temperature 1, is right. Seconds are those of each command of an arm, with its s
 
 _PUBLISHED_HEAD = """# Results on IFEval and GSM8K
 
-What models learn on two published benchmarks. Commands, intervals, columns and what refutes a claim are as in
-[results](results.md); a second table has means over problems, with intervals over seeds alone. Held-out
-problems are those of the benchmarks. `--data DATA` takes a local copy.
+What a model of 135M parameters learns on two published benchmarks, under limits that make these numbers no
+scores of the benchmarks; each section names them. Commands, intervals, columns and what refutes a claim are
+as in [results](results.md). `--data DATA` takes a local copy. The second table has IFEval's [four
+scores](ifeval.md#scores): how much each arm raises them, with intervals over seeds alone.
 """
 _COMPARISONS_HEAD = """# Comparisons
 

@@ -15,7 +15,7 @@ _CALCULATION = r"[^=\n]*=\s*\$?-?[\d,.]+"
 _LAST_STEP = (
     "--config-name=grpo_quickstart",
     "env=jsonl",
-    # Names of problems begin with it, so it is relative to the root of the project.
+    # The id of each problem begins with it, and must not depend on the machine, so the path is relative.
     "env.dataset=benchmarks/evidence/last_step.py:load",
     "env.task_args={path: null}",
     "env.num_envs=4",
@@ -47,7 +47,7 @@ _REWARDS = (*rewards_form(_CALCULATION), "reward.weights={gsm8k: 1.0, form: 0.1}
 
 # What a response that ends by itself looks like.
 _ENDED = r'(?s).*[.!?]"?'
-# Longer responses take a CPU too long. Almost half of those of the model end before 64 tokens.
+# Longer responses take a CPU too long. A third to a half of those of the model end before 64 tokens.
 _INSTRUCTIONS = (
     "--config-name=grpo_ifeval",
     "model.name=smollm2-135m",
@@ -75,35 +75,39 @@ def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Exp
 
 EXPERIMENTS: dict[str, Experiment] = {
     "IFEval": Experiment(
-        "GRPO on composed instructions teaches SmolLM2-135M to follow more of IFEval's in at most 64 tokens, "
-        "by instructions that it follows, not by form or chance.",
-        NO_RISE,
+        "GRPO on composed instructions makes SmolLM2-135M follow more instructions of IFEval, in at most 64 "
+        "tokens, than policies without a model do.",
+        f"{NO_RISE.removesuffix('.')}, or GRPO is not above 0.243, which the first 250 characters of each "
+        "prompt follow.",
         {"GRPO": (Stage(_GRPO, _INSTRUCTIONS),), **control_arms(_INSTRUCTIONS, _ENDED)},
         _ENDED,
-        outcome="The claim holds, with the three seeds that were planned; over seeds alone, instruction "
-        "loose is undecided. IFEval does not grade what a response says: before training 17 % of the right "
-        "ones had fewer than 12 words, and after it 52 %, some of them only the phrase that they had to end "
-        "with. With 128 tokens the model before training follows 0.183. A trainer in bfloat16 beside an "
-        "engine in float32 halves the time of a step, and their probabilities differ. The recipe was chosen "
-        "on seed 7, with these prompts. SFT was not run: nobody has written solutions.",
+        outcome="Refuted: the rise holds, but repeating the first 250 characters of the prompt follows "
+        "0.243, and one text for all prompts 0.218. Answers collapse: their median was 44 words before "
+        "training, and is 22, 3 and 14 after it, and 69 of 400 are empty with seed 1. Both controls break "
+        "the model, so leads over them say little. The trainer computes in bfloat16 and the engine in "
+        "float32: in the last step 42 to 57 % of the tokens have a ratio outside of 0.9 to 1.1, so the runs "
+        "are to be repeated in float32. The prompts are the 400 of IFEval's 541 that our copy has. The "
+        "limit of 64 tokens lowers the start: with 128 it is 0.183. The right form ends like a sentence. "
+        "The recipe was chosen on seed 7, with these prompts, and the claim was written after the runs.",
         keeps_samples=False,
         measures=("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"),
     ),
     "GSM8K-last": Experiment(
-        "GRPO teaches SmolLM2-135M the last calculation of a solution of GSM8K by right answers, not by form "
-        "or chance.",
+        "GRPO raises how often SmolLM2-135M finishes the last calculation of a shown solution of GSM8K, more "
+        "than rewards for form or at random do.",
         NO_RISE,
         {
             "GRPO": (Stage(_GRPO, (*_LAST_STEP, *_REWARDS)),),
             **control_arms(_LAST_STEP, _CALCULATION),
         },
         _CALCULATION,
-        outcome="The claim holds, with the three seeds that were planned. Three things are learned: the "
-        "form; to finish the calculation that was asked, which 0.45 of the answers in the right form do "
-        "before training and 0.69 after it; and results, which are right in 0.32 and 0.40 of those. The "
-        "last number of a response is graded. Problems are short ones whose last marked calculation gives "
-        "the answer. A trial on seed 7, with 100 of the problems, rose from 0.17 to 0.22 in 8 steps at "
-        "temperature 1; the temperature was chosen after it.",
+        outcome="The claim holds for the whole. This is not GSM8K's score: the written solution is shown, "
+        "and only its last result is missing, in 300 of the 399 test problems that are short enough. Two "
+        "things are learned: the form, and to repeat the calculation that was asked (0.45 of the formed "
+        "answers before, 0.69 after). The reward for form does not ask for the second. Whether the model "
+        "calculates better is undecided. A trial on seed 7, with 100 of the problems, rose from 0.17 to "
+        "0.22 in 8 steps at temperature 1, and the temperature was chosen after it. The calculation 12-2 of "
+        "the prompt is among the held-out ones. The claim was worded after the runs.",
         data_key="env.task_args.path",
         keeps_samples=False,
     ),

@@ -262,8 +262,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The claim holds, with the five seeds that were planned; the reward for form makes the model "
         "worse. The questions are 60 differences in several wordings: over means of a difference the rise "
         "is [+0.067, +0.320], and both leads stay above 0. The recipe was chosen on seed 7, with another "
-        "example and 100 of these problems. 128 written solutions teach as much or more, and GRPO after "
-        "them takes some of it back: -0.103 [-0.177, -0.029] with the four seeds that were run.",
+        "example and 100 of these problems. The lead of SFT on 128 written solutions is undecided. GRPO "
+        "after it takes some of it back: -0.103 [-0.177, -0.029] with the four seeds that were run.",
         seeds=5,
         samples=8,
     ),
