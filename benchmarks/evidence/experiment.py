@@ -30,6 +30,11 @@ class Experiment:
         once: further words of the first arm's run with seed 0, for what is too slow for every seed.
         reach: held-out value; the table has the responses and seconds that each arm takes to it. None for no
             such columns.
+        measures: names of further held-out values of an evaluation, such as ``prompt_loose``. A second table
+            has how much each arm raises them.
+        data_key: key that takes a local copy of the data set.
+        keeps_samples: whether records have a few questions with responses. False for data sets of others,
+            whose questions are not copied.
     """
 
     claim: str

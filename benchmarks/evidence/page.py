@@ -180,7 +180,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     columns.append("seconds" if experiment.reach is None else "seconds of all steps")
     tables = _markdown(columns, table(experiment, records))
     if experiment.measures:
-        heads = ["rise of", "before", *_measured(experiment, records)]
+        heads = ["rise of", "before", *_measures_of_arms(experiment, records)]
         tables += _markdown(heads, measures_table(experiment, records))
     usual = experiment.refuted_by == NO_RISE
     refuted = "" if usual else f" Refuted if {_lower(experiment.refuted_by)}"
@@ -207,27 +207,19 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 def measures_table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the rows of the table of further held-out values: how much each arm raises them."""
-    runs = _measured(experiment, records).values()
+    runs = _measures_of_arms(experiment, records).values()
     rows = []
     for name in experiment.measures:
         pairs = [np.array([run[name] for run in arm], float) for arm in runs]
-        rises = [_over_seeds(pair[:, 1] - pair[:, 0]) for pair in pairs]
+        rises = [_mean(pair[:, 1:] - pair[:, :1], signed=True) for pair in pairs]
         rows.append([name.replace("_", " "), f"{pairs[0][:, 0].mean():.3f}", *rises])
     return rows
 
 
-def _measured(experiment: Experiment, records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+def _measures_of_arms(experiment: Experiment, records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the further held-out values of the runs of each arm that has some."""
     runs = {arm: [row["measures"] for row in records if row["arm"] == arm] for arm in experiment.arms}
     return {arm: measured for arm, measured in runs.items() if measured}
-
-
-def _over_seeds(values: Any) -> str:
-    """Return the mean of values ``[S]`` with its interval over seeds, if there are several."""
-    if len(values) < 2:
-        return f"{values.mean():+.3f}"
-    mean, half = interval(values)
-    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 
 
 def with_samples(readme: str, records: Sequence[dict[str, Any]]) -> str:

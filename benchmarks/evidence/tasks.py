@@ -1,4 +1,4 @@
-"""Experiments on what a task of one's own teaches, with controls."""
+"""Experiments on what a task teaches, with controls."""
 
 from __future__ import annotations
 

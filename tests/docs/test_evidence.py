@@ -258,11 +258,33 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
 
 
 def test_a_record_has_the_values_that_an_experiment_measures(tmp_path: Path) -> None:
-    run = ended(tmp_path / "run", {0: {"p": 0.0}, 4: {"p": 1.0}})
-    experiment = of_arms("GRPO", measures=("accuracy",))
-    assert records.read_record(experiment, "GRPO", 1, [run], run)["measures"] == {"accuracy": [0.5, 0.75]}
-    with pytest.raises(ValueError, match=r"metrics\.jsonl has no eval/acc at step 0, which the experiment"):
-        records.read_record(replace(experiment, measures=("acc",)), "GRPO", 1, [run], run)
+    base = ended(tmp_path / "base", {0: {"p": 0.0}, 4: {"p": 1.0}})
+    last = ended(tmp_path / "last", {4: {"p": 1.0}})
+    (last / "metrics.jsonl").write_text(json.dumps({"step": 4, "eval/accuracy": 0.25}) + "\n")
+    experiment = of_arms("random", measures=("accuracy",))
+    assert records.read_record(experiment, "random", 1, [last], base)["measures"] == {"accuracy": [0.5, 0.25]}
+    with pytest.raises(ValueError, match=r"base: metrics\.jsonl has no eval/acc at step 0, which the exp"):
+        records.read_record(replace(experiment, measures=("acc",)), "random", 1, [last], base)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "key"), [("needle", "env.data_path"), ("GSM8K-last", "env.task_args.path")]
+)
+def test_a_local_copy_of_the_data_goes_to_the_key_that_takes_it(
+    experiment: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    overrides: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        command, "run_stages", lambda stages, seed, runs, words, model: overrides.append(words)
+    )
+    monkeypatch.setattr(records, "read_record", lambda *_: {})
+    for name in ("_keep", "_write_page"):
+        monkeypatch.setattr(command, name, lambda *_, **__: None)
+    words = ["evidence", experiment, "--folder", str(tmp_path), "--data", "own", "--seed", "1"]
+    monkeypatch.setattr("sys.argv", words)
+    command.main()
+    assert len(overrides) == len(EXPERIMENTS[experiment].arms)
+    assert all(f"{key}=own" in each for each in overrides)
 
 
 def test_a_record_has_the_commands_that_ran_without_paths_of_this_machine(tmp_path: Path) -> None:
