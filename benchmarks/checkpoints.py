@@ -1,8 +1,9 @@
 """``python -m benchmarks.checkpoints``: by how much a checkpoint delays the next step.
 
 Each pair has three steps of the run of :mod:`benchmarks.workers.ours`: one without a checkpoint, one after a
-checkpoint that was waited for, as if nothing were written in the background, and one beside the writing of
-its checkpoint, as in a run. A delay is what the call and the step after it take longer than the first step.
+checkpoint that was waited for and went through the page cache, as before a thread wrote it past that, and one
+beside the writing of its checkpoint, as in a run. A delay is what the call and the step after it take longer
+than the first step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.workload import Workload, use_all_cores
 from torchrl_grpo.checkpoints import background
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.models import loading
+from torchrl_grpo.runtime.files import direct_file
 from torchrl_grpo.training.loop import step
 
 
@@ -46,7 +48,7 @@ def main() -> None:
         return time.perf_counter() - started
 
     def save_and_wait() -> None:
-        with patch.object(background, "_NICENESS", 0):
+        with patch.object(background, "_NICENESS", 0), patch.object(direct_file, "_DIRECT", 0):
             run.save()
             writer.finish()
 

@@ -14,6 +14,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -32,12 +33,14 @@ from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype, OverlongPr
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length
 from torchrl_grpo.errors import CheckpointError, DataError, RunFolderLost
+from torchrl_grpo.models import saving
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path) -> dict[Path, str]:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 20)
+    return {}
 
 
 def save(run_dir: Path, step: int, keep: int = 5, **state: Any) -> Path:
@@ -112,7 +115,7 @@ def test_a_later_one_never_pushes_out_the_one_just_written(run_dir: Path) -> Non
 
 
 def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
-    def fail(folder: Path) -> None:
+    def fail(folder: Path) -> dict[Path, str]:
         write_model(folder)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -127,7 +130,7 @@ def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
 
 
 def test_an_error_of_another_kind_is_no_full_disk(run_dir: Path) -> None:
-    def fail(folder: Path) -> None:
+    def fail(folder: Path) -> dict[Path, str]:
         write_model(folder)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -148,18 +151,22 @@ def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None
 @pytest.mark.parametrize(
     ("large", "reason"),
     [
-        ("model", r"I/O error: File too large \(os error 27\)"),
+        ("model", r"\(\[Errno 27\] File too large"),
+        ("merged", r"I/O error: File too large \(os error 27\)"),
         ("tokenizer", r"\(File too large \(os error 27\)"),
-        ("state", "inline_container"),
+        ("state", r"\(\[Errno 27\] File too large"),
     ],
 )
 def test_a_file_that_the_system_cuts_off_is_one_clear_message(
     run_dir: Path, tiny_model_dir: Path, large: str, reason: str
 ) -> None:
     save(run_dir, 5)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     writers: dict[str, Callable[[Path], Any]] = {
-        "model": AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained,
-        "tokenizer": AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained,
+        "model": partial(saving.save, model, tokenizer),
+        "merged": partial(saving.save_merged, model, tokenizer),
+        "tokenizer": tokenizer.save_pretrained,
     }
     write = writers.get(large, write_model)
     state: dict[str, Any] = {"tensor": torch.zeros(2**16)} if large == "state" else {}
@@ -230,9 +237,10 @@ def test_only_plain_numbers_are_steps(run_dir: Path, name: str) -> None:
 
 @pytest.mark.parametrize("deleted", ["checkpoints", "checkpoints/.writing-10/model"])
 def test_a_folder_that_is_deleted_while_it_is_written_is_told(run_dir: Path, deleted: str) -> None:
-    def write(folder: Path) -> None:
-        write_model(folder)
+    def write(folder: Path) -> dict[Path, str]:
+        checksums = write_model(folder)
         shutil.rmtree(run_dir / deleted)
+        return checksums
 
     with pytest.raises(RunFolderLost, match=r"checkpoints/.writing-10 was deleted or moved while the run"):
         checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state={}, keep=1)
@@ -440,9 +448,9 @@ def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
 
 
 def test_the_card_of_a_model_may_be_edited(run_dir: Path) -> None:
-    def write(path: Path) -> None:
-        write_model(path)
+    def write(path: Path) -> dict[Path, str]:
         (path / "README.md").write_text("a")
+        return write_model(path)
 
     folder = checkpoint.save(run_dir, 5, cfg=Config(), write_model=write, state={"step": 5}, keep=5)
     (folder / "model/README.md").write_text("edited")

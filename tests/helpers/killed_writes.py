@@ -22,12 +22,13 @@ def save(run_dir: Path, step: int, writer: BackgroundWriter | None = None) -> to
     """Write weights that are all ``step`` as a checkpoint of this step, and return them."""
     weights = torch.full((2**16,), float(step))
 
-    def write_model(folder: Path) -> None:
+    def write_model(folder: Path) -> dict[Path, str]:
         with (folder / "model.safetensors").open("wb") as file:
             for half in weights.chunk(2):
                 file.write(half.numpy().tobytes())
                 file.flush()
                 (folder / "config.json").write_text("{}")
+        return {}
 
     def write(on_state_read: Any) -> None:
         state = {"step": step, "weights": weights}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import xxhash
+from safetensors.torch import load_file
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_utils
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
@@ -51,6 +54,33 @@ def with_generation_config(model: Path, folder: Path, content: Any) -> Path:
 
 def settings(config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name != "transformers_version"}
+
+
+@pytest.mark.parametrize("size", ["5GB", "100KB"])
+def test_weights_are_written_as_safetensors_writes_them(
+    size: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = modeling_utils.safe_save_file
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    monkeypatch.setattr(model, "save_pretrained", partial(model.save_pretrained, max_shard_size=size))
+    model.save_pretrained(tmp_path / "library")
+    checksums = saving.save(model, AutoTokenizer.from_pretrained(tiny_model_dir), tmp_path / "ours")
+    assert modeling_utils.safe_save_file is library
+    files = sorted((tmp_path / "ours").glob("*.safetensors"))
+    assert len(files) > (size == "100KB") and sorted(checksums) == files
+    for file in files:
+        content = file.read_bytes()
+        assert content == (tmp_path / "library" / file.name).read_bytes()
+        assert checksums[file] == xxhash.xxh3_64_hexdigest(content)
+
+
+def test_weights_that_are_not_float32_are_written_too(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    model.model.norm.bfloat16()
+    assert saving.save(model, AutoTokenizer.from_pretrained(tiny_model_dir), tmp_path) == {}
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["model.norm.weight"].dtype == torch.bfloat16
+    assert torch.equal(saved["model.norm.weight"], model.model.norm.weight)
 
 
 @pytest.mark.parametrize("case", GENERATION_CONFIGS)

@@ -332,7 +332,7 @@ def started(folder: Path, *words: str, asynchronous: bool = False) -> Config:
             run_dir,
             4,
             cfg=resolve_proximal(cfg, asynchronous),
-            write_model=lambda where: None,
+            write_model=lambda where: {},
             state={},
             keep=1,
         )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import xxhash
 
@@ -37,6 +37,7 @@ from torchrl_grpo.config.remote import is_moved
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
+from torchrl_grpo.runtime.files.direct_file import DirectFile
 from torchrl_grpo.runtime.files.run_records import is_step
 from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
 from torchrl_grpo.runtime.quoting import quote_if_needed
@@ -49,17 +50,20 @@ _MODEL = "model"
 # Key of a file's checksum in the manifest. Manifests of earlier development versions have the other one.
 _CHECKSUM, _FORMER_CHECKSUM = "xxh3_64", "crc32"
 
+# Writes files into a folder, and returns the checksums of those that it has summed.
+Write = Callable[[Path], Mapping[Path, str]]
+
 
 def save(
     run_dir: Path,
     step: int,
     *,
     cfg: Config,
-    write_model: Callable[[Path], None],
+    write_model: Write,
     state: dict[str, Any],
     keep: int,
     best_step: int | None = None,
-    write_merged: Callable[[Path], None] | None = None,
+    write_merged: Write | None = None,
     on_state_read: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest and the best.
@@ -71,7 +75,8 @@ def save(
         run_dir: folder of the run.
         step: number of optimizer steps taken.
         cfg: configuration, which is saved in full.
-        write_model: function that writes model and tokenizer into the folder it is given.
+        write_model: function that writes model and tokenizer into the folder it is given. It returns the
+            checksums of the files that it has summed.
         state: state of the trainer, made of tensors and plain values.
         keep: number of checkpoints to keep.
         best_step: step of a checkpoint that is kept beside them; None if there is none.
@@ -202,7 +207,7 @@ def _fill(
     tmp_dir: Path,
     step: int,
     cfg: Config,
-    writers: dict[str, Callable[[Path], None]],
+    writers: dict[str, Write],
     state: dict[str, Any],
     on_state_read: Callable[[], None],
 ) -> None:
@@ -211,16 +216,22 @@ def _fill(
     from omegaconf import OmegaConf
     from torch.utils.serialization import config as serialization
 
+    checksums: dict[Path, str] = {}
     for name, write in writers.items():
-        write(tmp_dir / name)
+        checksums.update(write(tmp_dir / name))
     # The manifest has a checksum of the file, and those of its parts would take as long as writing it.
-    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # torch adds it
-        torch.save(state, tmp_dir / _TRAINER)
+    unsummed = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]  # torch adds it
+    with unsummed, DirectFile(tmp_dir / _TRAINER) as file:
+        torch.save(state, cast(IO[bytes], file))
+    checksums[tmp_dir / _TRAINER] = file.checksum
     on_state_read()
     OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
     files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
     entries = {
-        str(path.relative_to(tmp_dir)): {"bytes": path.stat().st_size, _CHECKSUM: _checksum(path)}
+        str(path.relative_to(tmp_dir)): {
+            "bytes": path.stat().st_size,
+            _CHECKSUM: checksums.get(path) or _checksum(path),
+        }
         for path in files
         if not _is_card(path)
     }

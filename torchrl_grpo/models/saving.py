@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, modeling_utils
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.pictures import processor_of
+from torchrl_grpo.runtime.files.direct_file import DirectFile
+
+# Held while transformers writes weights with a function of this module.
+_WRITES_DIRECTLY = threading.Lock()
 
 
 class Named(Protocol):
@@ -31,7 +39,7 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     weights: Mapping[str, Tensor] | None = None,
-) -> None:
+) -> dict[Path, str]:
     """Save a model and its tokenizer to ``folder``. Of a model with adapters, only the adapters are saved.
 
     Args:
@@ -39,13 +47,58 @@ def save(
         tokenizer: tokenizer of the model.
         folder: existing or new folder.
         weights: complete parameters to save in place of the model's own, which may be shards.
+
+    Returns:
+        The checksums of files that were summed while they were written, see :class:`DirectFile`.
     """
-    if lora.adapted_layers(model):
-        lora.save_adapters(model, folder)
-    else:
-        _save_model(model, folder, weights)
+    with _writing_directly() as checksums:
+        if lora.adapted_layers(model):
+            lora.save_adapters(model, folder)
+        else:
+            _save_model(model, folder, weights)
     _save_tokenizer(tokenizer, folder)
     _open_to_all(folder)
+    return checksums
+
+
+@contextmanager
+def _writing_directly() -> Iterator[dict[Path, str]]:
+    """Let transformers write weights with :func:`_write_weights`, and return the checksums of the files.
+
+    Safetensors' own function holds Python's lock until all is written, so nothing could train meanwhile.
+    """
+    checksums: dict[Path, str] = {}
+
+    def write(tensors: dict[str, Tensor], name: str, metadata: dict[str, str]) -> None:
+        if all(tensor.dtype == torch.float32 for tensor in tensors.values()):
+            checksums[Path(name)] = _write_weights(tensors, Path(name), metadata)
+        else:
+            original(tensors, name, metadata=metadata)
+
+    with _WRITES_DIRECTLY:
+        original = modeling_utils.safe_save_file
+        modeling_utils.safe_save_file = write
+        try:
+            yield checksums
+        finally:
+            modeling_utils.safe_save_file = original
+
+
+def _write_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> str:
+    """Write float32 tensors as ``safetensors.torch.save_file`` does, and return the file's checksum."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name in sorted(tensors):
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with DirectFile(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in sorted(tensors):
+            file.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return file.checksum
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -8,16 +8,11 @@ import re
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Rust's standard library appends this to the system's message; safetensors and tokenizers pass on the text.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-# The C++ file in which torch.save writes; its errors leave the system's message out.
-_TORCH_WRITER = "inline_container"
 
 
 def is_disk_full_error(error: Exception) -> bool:
     """Whether a file could not grow: the disk is full, or a quota or a limit of file sizes is reached."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
-    text = str(error)
-    if type(error) is RuntimeError:
-        return _TORCH_WRITER in text
-    match = _OS_ERROR.search(text)
+    match = _OS_ERROR.search(str(error))
     return match is not None and int(match[1]) in _NO_ROOM

@@ -94,13 +94,15 @@ class RunCheckpoints:
                 if weights is not None and not offloads:
                     on_state_read()
 
-            def write_model(folder: Path) -> None:
-                saving.save(model, tokenizer, folder, weights=content["weights"])
+            def write_model(folder: Path) -> dict[Path, str]:
+                checksums = saving.save(model, tokenizer, folder, weights=content["weights"])
                 model_card.write(folder, cfg, base, training)
+                return checksums
 
-            def write_merged(folder: Path) -> None:
+            def write_merged(folder: Path) -> dict[Path, str]:
                 saving.save_merged(model, tokenizer, folder)
                 model_card.write(folder, cfg, base, training)
+                return {}
 
             checkpoint.save(
                 self._run_dir,

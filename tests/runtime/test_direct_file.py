@@ -1,0 +1,105 @@
+"""Files that are written past the page cache: every byte of any size, their checksum, and a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, cast
+
+import numpy
+import pytest
+import torch
+import xxhash
+
+from torchrl_grpo.runtime.files import direct_file
+from torchrl_grpo.runtime.files.direct_file import DirectFile
+
+SIZES = (0, 1, 4095, 4096, 4097, 2**22 - 1, 2**22, 2**22 + 1, 9 * 2**20 + 7)
+
+
+def refuse_direct_opening(path: Path, flags: int, mode: int = 0o777) -> int:
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return OPEN(path, flags, mode)
+
+
+def refuse_direct_writing(descriptor: int, content: memoryview) -> int:
+    if direct_file._is_direct(descriptor):
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return WRITE(descriptor, content)
+
+
+def write_in_parts(descriptor: int, content: memoryview) -> int:
+    """Write less than there is, as the system may."""
+    return WRITE(descriptor, content[: max(1, len(content) // 3)])
+
+
+OPEN, WRITE = os.open, os.write
+SYSTEMS: dict[str, tuple[str, Callable[..., int]]] = {
+    "this one": ("write", os.write),
+    "no direct files": ("open", refuse_direct_opening),
+    "no direct writes": ("write", refuse_direct_writing),
+    "short writes": ("write", write_in_parts),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_byte_is_written_and_summed(
+    size: int, system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, function = SYSTEMS[system]
+    monkeypatch.setattr(os, name, function)
+    content, path = numpy.random.default_rng(size).bytes(size), tmp_path / "file"
+    path.write_bytes(b"older and longer" * 2**20)
+    with DirectFile(path) as file:
+        assert file.write(content[:7]) == len(content[:7])
+        file.write(numpy.frombuffer(content[7:5000], numpy.uint8) if size > 7 else b"")
+        file.write(memoryview(content)[5000:])
+    assert path.read_bytes() == content
+    assert file.checksum == xxhash.xxh3_64_hexdigest(content)
+
+
+@pytest.mark.parametrize("writer", ["torch.save", "a plain write"])
+def test_what_the_system_says_of_a_full_disk_is_raised(writer: str, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"), DirectFile(tmp_path / "file") as file:
+            if writer == "torch.save":
+                torch.save({"weights": torch.zeros(2**21)}, cast(IO[bytes], file))
+            else:
+                file.write(b"a" * 2**23)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_error_of_another_kind_stays_itself(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), DirectFile(tmp_path / "file") as file:
+        file.write(b"some")
+        raise KeyError("x")
+
+
+def test_other_threads_run_while_the_system_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write_later(descriptor: int, content: memoryview) -> int:
+        begun.set()
+        assert go_on.wait(60)
+        return WRITE(descriptor, content)
+
+    def write() -> None:
+        with DirectFile(tmp_path / "file") as file:
+            torch.save({"weights": torch.zeros(2**21)}, cast(IO[bytes], file))
+
+    monkeypatch.setattr(os, "write", write_later)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(60)
+    go_on.set()
+    thread.join()
+    assert torch.load(tmp_path / "file")["weights"].shape == (2**21,)
