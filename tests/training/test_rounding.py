@@ -7,11 +7,18 @@ import torch
 from batches import make_model
 from torch import nn
 
-from torchrl_grpo.config.schema import LoraConfig, OptimizerConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import (
+    LoraConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TrainConfig,
+    TrainModelConfig,
+)
 from torchrl_grpo.config.values import LRSchedule
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.precision import lost_to_rounding
-from torchrl_grpo.training.rounding_check import rounding_warning
+from torchrl_grpo.training.rounding_check import rounding_warning, uneven_rounding_warning
 
 
 def _model(values: list[float]) -> nn.Module:
@@ -102,3 +109,36 @@ def test_a_run_of_adapters_whose_merge_rounds_to_nothing_is_told_of() -> None:
     assert text is not None and "adapters" in text and "inference_model.dtype=float32" in text
     assert rounding_warning(model, torch.bfloat16, OptimizerConfig(lr=1e-3), 16) is None
     assert rounding_warning(model, torch.float32, OptimizerConfig(lr=1e-6), 16) is None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "fix"),
+    [
+        (torch.bfloat16, torch.float32, "inference_model.dtype=bfloat16 train_model.autocast=bf16"),
+        (torch.float32, torch.bfloat16, "inference_model.dtype=bfloat16 train_model.autocast=bf16"),
+        (torch.float16, torch.float32, "inference_model.dtype=float16 train_model.autocast=fp16"),
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.bfloat16, torch.float16, None),
+    ],
+)
+def test_updates_that_reach_either_engine_or_trainer_are_told_of(
+    trainer: torch.dtype, engine: torch.dtype, fix: str | None
+) -> None:
+    text = uneven_rounding_warning(Config(), trainer, engine)
+    assert (text is None) == (fix is None)
+    if text is not None and fix is not None:
+        names = [str(dtype).removeprefix("torch.") for dtype in (engine, trainer)]
+        assert f"weights in {names[0]} and the trainer in {names[1]}" in text and fix in text
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        Config(train_model=TrainModelConfig(lora=LoraConfig(rank=4))),
+        Config(policy=PolicyConfig(proximal="trainer")),
+        Config(train=TrainConfig(method="sft")),
+    ],
+)
+def test_a_run_that_samples_nothing_or_is_corrected_is_not_warned_of_uneven_rounding(cfg: Config) -> None:
+    assert uneven_rounding_warning(cfg, torch.bfloat16, torch.float32) is None

@@ -61,7 +61,7 @@ from torchrl_grpo.training.held_out_loss import HeldOutLoss
 from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.prepare import prepare
 from torchrl_grpo.training.probe import probe_inputs
-from torchrl_grpo.training.rounding_check import rounding_check_dtype
+from torchrl_grpo.training.rounding_check import rounding_check_dtype, uneven_rounding_warning
 from torchrl_grpo.training.run_checkpoints import try_out_checkpoint
 from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.session import Outputs, Session
@@ -207,6 +207,9 @@ def _build(
     engine_device = torch.device(plan.engine_device)
     precision = least_precise_dtype(cfg, engine_device, learner.model, learner.autocast_dtype)
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, engine_device)
+    uneven = uneven_rounding_warning(cfg, learner.autocast_dtype or torch.float32, engine_dtype)
+    if uneven is not None and not job.is_evaluation:
+        progress.note(uneven)
     publisher = build_publisher(
         cfg,
         learner,

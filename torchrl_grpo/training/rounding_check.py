@@ -14,6 +14,11 @@ from torchrl_grpo.training.optimizer_step import learning_rate_factor
 # Above this share of weights that cannot have moved by the end, a run was seen to learn nothing: the quick
 # start in bfloat16 (0.69) went from 0.01 to 0.075, in float32 to 0.9.
 _TOO_MANY = 0.5
+# Words with which engine and trainer compute in the same 16 bits.
+_SAME_FORMAT = {
+    "bfloat16": "inference_model.dtype=bfloat16 train_model.autocast=bf16",
+    "float16": "inference_model.dtype=float16 train_model.autocast=fp16",
+}
 
 
 def rounding_check_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
@@ -56,4 +61,28 @@ def rounding_warning(
         f"warning: in all {total_steps} steps together optimizer.lr={cfg.lr:g} moves a weight at most "
         f"by {move:.1g}, which {name} rounds away for {share:.0%} of the weights: train longer, raise "
         "optimizer.lr, or write inference_model.dtype=float32 train_model.autocast=no"
+    )
+
+
+def uneven_rounding_warning(cfg: Config, trainer: torch.dtype, engine: torch.dtype) -> str | None:
+    """Return a warning if either engine or trainer rounds weights to 16 bits, and not both; None otherwise.
+
+    An update that the rounding swallows then reaches one of them only, so their policies move apart.
+
+    Args:
+        cfg: configuration. Adapters are not rounded in the trainer, and ``policy.proximal=trainer`` corrects
+            what is apart.
+        trainer: dtype of the trainer's matrix products.
+        engine: dtype of the engine's weights.
+    """
+    apart = (trainer == torch.float32) != (engine == torch.float32)
+    samples = cfg.train.method == "grpo" and cfg.train_model.lora.rank == 0
+    if not apart or not samples or cfg.policy.proximal == "trainer":
+        return None
+    names = [str(dtype).removeprefix("torch.") for dtype in (engine, trainer)]
+    coarse = next(name for name in names if name != "float32")
+    return (
+        f"warning: the engine computes with weights in {names[0]} and the trainer in {names[1]}, and an "
+        f"update too small for {coarse} reaches only one, so their policies move apart step by step: write "
+        f"{_SAME_FORMAT[coarse]}, or inference_model.dtype=float32 train_model.autocast=no"
     )
