@@ -23,7 +23,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints import checkpoint, manifest
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import show
@@ -69,7 +69,7 @@ def test_what_is_saved_is_loaded(run_dir: Path) -> None:
         "model/model.safetensors",
         "trainer.pt",
     }
-    assert checkpoint.find_damage(folder) is None
+    assert manifest.find_damage(folder) is None
     loaded = checkpoint.load_state(folder)
     assert loaded["plain"] == [1, 2.5, None, "text", (3, 4)]
     assert torch.equal(loaded["tensors"]["a"], tensors["a"])
@@ -145,7 +145,7 @@ def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None
     leftover.write_text("x")
     folder = save(run_dir, 10, keep=1)
     assert not (folder / "model" / "leftover").exists()
-    assert checkpoint.find_damage(folder) is None
+    assert manifest.find_damage(folder) is None
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_file_that_the_system_cuts_off_is_one_clear_message(
             checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state=state, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert steps(run_dir) == ["5"] and checkpoint.find_damage(run_dir / "checkpoints" / "5") is None
+    assert steps(run_dir) == ["5"] and manifest.find_damage(run_dir / "checkpoints" / "5") is None
 
 
 def test_leftovers_of_a_killed_process_are_ignored_and_cleaned(run_dir: Path) -> None:
@@ -387,9 +387,9 @@ def test_one_with_the_former_checksums_is_checked_too(run_dir: Path) -> None:
             files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
 
     rewrite_manifest(folder, former)
-    assert checkpoint.find_damage(folder) is None
+    assert manifest.find_damage(folder) is None
     flip(folder)
-    assert checkpoint.find_damage(folder) == "trainer.pt has another checksum than when it was written"
+    assert manifest.find_damage(folder) == "trainer.pt has another checksum than when it was written"
 
 
 def test_find_takes_the_one_named_and_the_newest_otherwise(run_dir: Path) -> None:
@@ -454,9 +454,9 @@ def test_the_card_of_a_model_may_be_edited(run_dir: Path) -> None:
 
     folder = checkpoint.save(run_dir, 5, cfg=Config(), write_model=write, state={"step": 5}, keep=5)
     (folder / "model/README.md").write_text("edited")
-    assert checkpoint.find_damage(folder) is None
+    assert manifest.find_damage(folder) is None
     (folder / "model/README.md").unlink()
-    assert checkpoint.find_damage(folder) is None
+    assert manifest.find_damage(folder) is None
 
 
 def test_a_run_with_the_earlier_number_of_held_out_problems_is_the_same_run(run_dir: Path) -> None:

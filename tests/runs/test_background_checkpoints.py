@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
-from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints import checkpoint, manifest
 from torchrl_grpo.checkpoints.background import BackgroundWriter
 from torchrl_grpo.checkpoints.run_dir import complete_checkpoints
 from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
@@ -196,4 +196,4 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
         assert messages[1].startswith("warning: the checkpoint of step 1 is not written: ")
         return
     (folder,) = folders
-    assert len(messages) == 1 and folder.name == "1" and checkpoint.find_damage(folder) is None
+    assert len(messages) == 1 and folder.name == "1" and manifest.find_damage(folder) is None

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cli_calls import BEHAVE, ROOT, SEEN, accept, call, mistake, set_up, snapshot, write_run
 
-from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints import checkpoint, manifest
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, DataError
@@ -520,8 +520,8 @@ def test_dry_run_reads_sizes_alone_of_a_checkpoint(
     size = file.stat().st_size
     file.write_bytes(bytes(size))
     assert call("resume=run", "dry_run=true") == 0
-    assert checkpoint.find_damage(file.parent, verify_checksums=False) is None
-    assert "checksum" in str(checkpoint.find_damage(file.parent))
+    assert manifest.find_damage(file.parent, verify_checksums=False) is None
+    assert "checksum" in str(manifest.find_damage(file.parent))
     file.write_bytes(bytes(size - 1))
     assert call("resume=run", "dry_run=true") == 2
     assert "no undamaged checkpoint" in capsys.readouterr().err

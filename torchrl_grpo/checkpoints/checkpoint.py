@@ -14,19 +14,17 @@ A checkpoint is written under a temporary name and then renamed. It is loaded on
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
-import xxhash
-
+from torchrl_grpo.checkpoints import manifest
+from torchrl_grpo.checkpoints.manifest import CONFIG, MODEL, TRAINER
 from torchrl_grpo.checkpoints.run_dir import MANIFEST, SET_ASIDE, launch_command, new_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import dataset_kind
@@ -39,16 +37,10 @@ from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files.direct_file import DirectFile
 from torchrl_grpo.runtime.files.run_records import is_step
-from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
 from torchrl_grpo.runtime.quoting import quote_if_needed
 
 _TMP_PREFIX = ".writing-"
 _REMOVING_PREFIX = ".removing-"
-_TRAINER = "trainer.pt"
-_CONFIG = "config.yaml"
-_MODEL = "model"
-# Key of a file's checksum in the manifest. Manifests of earlier development versions have the other one.
-_CHECKSUM, _FORMER_CHECKSUM = "xxh3_64", "crc32"
 
 # Writes files into a folder, and returns the checksums of those that it has summed.
 Write = Callable[[Path], Mapping[Path, str]]
@@ -92,7 +84,7 @@ def save(
     """
     root = run_dir / "checkpoints"
     tmp_dir = root / f"{_TMP_PREFIX}{step}"
-    writers = {_MODEL: write_model, **({"merged": write_merged} if write_merged is not None else {})}
+    writers = {MODEL: write_model, **({"merged": write_merged} if write_merged is not None else {})}
     folders = [tmp_dir / name for name in writers]
     with _lost_if_missing(root):
         _remove(tmp_dir)
@@ -221,23 +213,15 @@ def _fill(
         checksums.update(write(tmp_dir / name))
     # The manifest has a checksum of the file, and those of its parts would take as long as writing it.
     unsummed = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]  # torch adds it
-    with unsummed, DirectFile(tmp_dir / _TRAINER) as file:
+    with unsummed, DirectFile(tmp_dir / TRAINER) as file:
         torch.save(state, cast(IO[bytes], file))
-    checksums[tmp_dir / _TRAINER] = file.checksum
+    checksums[tmp_dir / TRAINER] = file.checksum
     on_state_read()
-    OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
+    OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / CONFIG)
     files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
-    entries = {
-        str(path.relative_to(tmp_dir)): {
-            "bytes": path.stat().st_size,
-            _CHECKSUM: checksums.get(path) or _checksum(path),
-        }
-        for path in files
-        if not _is_card(path)
-    }
     for path in files:
         _flush(path)
-    (tmp_dir / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
+    manifest.write(tmp_dir, step, files, checksums)
     for path in (tmp_dir / MANIFEST, *(tmp_dir / name for name in writers), tmp_dir):
         _flush(path)
 
@@ -251,7 +235,7 @@ def clean(run_dir: Path) -> None:
     for leftover in list((run_dir / "checkpoints").glob(".*-*")):
         name = leftover.name.removeprefix(_TMP_PREFIX)
         target = leftover.with_name(name)
-        complete = is_step(name) and not leftover.is_symlink() and find_damage(leftover) is None
+        complete = is_step(name) and not leftover.is_symlink() and manifest.find_damage(leftover) is None
         if complete and not os.path.lexists(target):
             leftover.rename(target)
         elif leftover.name.startswith((_TMP_PREFIX, _REMOVING_PREFIX)):
@@ -281,21 +265,21 @@ def find(run_dir: Path, resume: str, verify_checksums: bool = True) -> Path:
     Args:
         run_dir: folder of the run.
         resume: ``auto``, or a path to the run, to its checkpoints folder, or to one checkpoint.
-        verify_checksums: whether to check every byte, see :func:`find_damage`.
+        verify_checksums: whether to check every byte and not only the sizes of the files.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, or the run has no undamaged checkpoint.
     """
     named = Path(resume)
     if resume != "auto" and named.parent.name == "checkpoints":
-        reason = find_damage(named, verify_checksums)
+        reason = manifest.find_damage(named, verify_checksums)
         if reason is not None:
             raise CheckpointError(
                 f"resume={resume}: {reason}; name another checkpoint, or write resume={run_dir}"
             )
         return named
     for folder in reversed(_step_dirs(run_dir / "checkpoints")):
-        reason = find_damage(folder, verify_checksums)
+        reason = manifest.find_damage(folder, verify_checksums)
         if reason is None:
             return folder
         warnings.warn(f"{folder} is skipped: {reason}", stacklevel=2)
@@ -317,50 +301,6 @@ def how_to_continue(run_dir: Path) -> str:
     )
 
 
-def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:
-    """Describe the damage of a checkpoint; return None if it is undamaged.
-
-    Args:
-        folder: folder of the checkpoint.
-        verify_checksums: whether to check every byte. If false, only the sizes of the files are checked.
-    """
-    try:
-        manifest = json.loads(read_regular(folder / MANIFEST))
-        entries = [
-            (name, entry["bytes"], kind, entry[kind])
-            for name, entry in manifest["files"].items()
-            for kind in [_CHECKSUM if _CHECKSUM in entry else _FORMER_CHECKSUM]
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"its {MANIFEST} cannot be read ({error!r})"
-    model = folder / _MODEL
-    if not model.is_dir():
-        return f"{_MODEL} is missing"
-    listed = {name.partition("/")[0] for name, *_ in entries}
-    for part in (_CONFIG, _TRAINER, *([_MODEL] if any(model.iterdir()) else [])):
-        if part not in listed:
-            return f"its {MANIFEST} does not list {part}"
-    for name, size, kind, checksum in entries:
-        path = folder / name
-        if _is_card(path):
-            continue
-        try:
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-            if verify_checksums and _checksum(path, kind) != checksum:
-                return f"{name} has another checksum than when it was written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-    return None
-
-
-def _is_card(path: Path) -> bool:
-    # Users edit the card of a model before they publish it.
-    return path.name == "README.md"
-
-
 def check_same_run(folder: Path, cfg: Config) -> None:
     """Refuse a configuration that would change the results of the resumed run.
 
@@ -373,7 +313,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
     """
     from omegaconf import OmegaConf
 
-    saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
+    saved = OmegaConf.to_container(OmegaConf.load(folder / CONFIG))
     has_own_rows = dataset_kind(cfg.env.dataset) == "jsonl"
     for key, before, now in _differences(_with_defaults(saved, asdict(Config())), asdict(cfg)):
         if key == "eval.num_problems" and not has_own_rows and {before, now} == {None, HELD_OUT}:
@@ -392,7 +332,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
 
 def _from_weights(folder: Path) -> str:
     """Return how to start a new run from the weights of a checkpoint, after "from its weights"."""
-    merged, model = folder / "merged", folder / _MODEL
+    merged, model = folder / "merged", folder / MODEL
     if merged.is_dir() or not (model / "adapter_config.json").is_file():
         return f"with model.name={merged if merged.is_dir() else model} and without resume"
     return (
@@ -411,7 +351,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     """
     import torch
 
-    state: dict[str, Any] = torch.load(folder / _TRAINER, map_location="cpu", weights_only=True, mmap=True)
+    state: dict[str, Any] = torch.load(folder / TRAINER, map_location="cpu", weights_only=True, mmap=True)
     return state
 
 
@@ -464,17 +404,6 @@ def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any
             changes += _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else str(key))
         return changes
     return [] if before == now else [(prefix, before, now)]
-
-
-def _checksum(path: Path, kind: str = _CHECKSUM) -> str | int:
-    hasher, former = xxhash.xxh3_64(), 0
-    with os.fdopen(open_regular(path), "rb") as file:
-        while block := file.read(1 << 22):
-            if kind == _CHECKSUM:
-                hasher.update(block)
-            else:
-                former = zlib.crc32(block, former)
-    return hasher.hexdigest() if kind == _CHECKSUM else former
 
 
 def _flush(path: Path) -> None:
