@@ -15,7 +15,7 @@ from torchrl_grpo.config.schema import (
     TrainConfig,
     TrainModelConfig,
 )
-from torchrl_grpo.config.values import LRSchedule
+from torchrl_grpo.config.values import LRSchedule, Proximal, TrainMethod
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.training.rounding_check import rounding_warning, uneven_rounding_warning
@@ -136,8 +136,8 @@ def test_updates_that_reach_either_engine_or_trainer_are_told_of(
     "cfg",
     [
         Config(train_model=TrainModelConfig(lora=LoraConfig(rank=4))),
-        Config(policy=PolicyConfig(proximal="trainer")),
-        Config(train=TrainConfig(method="sft")),
+        Config(policy=PolicyConfig(proximal=Proximal("trainer"))),
+        Config(train=TrainConfig(method=TrainMethod("sft"))),
     ],
 )
 def test_a_run_that_samples_nothing_or_is_corrected_is_not_warned_of_uneven_rounding(cfg: Config) -> None:
