@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from benchmarks.evidence.policies import Policy
 from benchmarks.learning import Stage
 
 # What refutes most claims.
@@ -32,6 +33,9 @@ class Experiment:
             such columns.
         measures: names of further held-out values of an evaluation, such as ``prompt_loose``. A second table
             has how much each arm raises them.
+        policies: policies without a model, by name, which the table has below the arms.
+        deals: whether responses are also graded as if they were to other problems. The second table has how
+            much more those to the problems themselves earn. For one response a problem.
         data_key: key that takes a local copy of the data set.
         keeps_samples: whether records have a few questions with responses. False for data sets of others,
             whose questions are not copied.
@@ -47,5 +51,7 @@ class Experiment:
     once: Sequence[str] = ()
     reach: float | None = None
     measures: Sequence[str] = ()
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    deals: bool = False
     data_key: str = "env.data_path"
     keeps_samples: bool = True

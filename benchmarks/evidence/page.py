@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,10 @@ _PUBLISHED_HEAD = """# Results on IFEval and GSM8K
 
 What a model of 135M parameters learns on two published benchmarks, under limits that make these numbers no
 scores of the benchmarks; each section names them. Commands, intervals, columns and what refutes a claim are
-as in [results](results.md). `--data DATA` takes a local copy. The second table has IFEval's [four
-scores](ifeval.md#scores): how much each arm raises them, with intervals over seeds alone.
+as in [results](results.md). `--data DATA` takes a local copy. Rows with *no model* are policies that answer
+without one. The second table has IFEval's [four scores](ifeval.md#scores): how much each arm raises them,
+with intervals over seeds alone. *Beyond other prompts* is how much more responses follow their own prompts
+than those of other problems (prompt strict), with intervals over seeds and problems.
 """
 _COMPARISONS_HEAD = """# Comparisons
 
@@ -114,6 +117,17 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         stages = np.mean(timed, axis=0)
         cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
+    return rows + _policy_rows(grades[arms[0]], len(rows[0]))
+
+
+def _policy_rows(first: Mapping[int, Any], columns: int) -> list[list[str]]:
+    """Return the rows of the policies without a model, beside the runs of the first arm."""
+    measured = {name: values for run in first.values() for name, values in run.get("policies", {}).items()}
+    after = np.array([run["after"] for run in first.values()])
+    rows = []
+    for name, grades in measured.items():
+        cells = [f"no model: {name}", "", f"{np.mean(grades):.3f}", "", _mean(grades - after, signed=True)]
+        rows.append(cells + [""] * (columns - len(cells)))
     return rows
 
 
@@ -179,6 +193,8 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
         columns += [f"responses to {experiment.reach}", f"seconds to {experiment.reach}"]
     columns.append("seconds" if experiment.reach is None else "seconds of all steps")
     tables = _markdown(columns, table(experiment, records))
+    if warned := _findings(records):
+        tables += [f"`grpo-doctor` warns of some runs: {warned}.\n"]
     if experiment.measures:
         heads = ["rise of", "before", *_measures_of_arms(experiment, records)]
         tables += _markdown(heads, measures_table(experiment, records))
@@ -199,6 +215,18 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     )
 
 
+def _findings(records: Sequence[dict[str, Any]]) -> str:
+    """Return what the doctor of runs finds in them, with the number of runs of each arm."""
+    counts: dict[str, Counter[str]] = {}
+    for run in records:
+        for name in set(run.get("findings", ())):
+            counts.setdefault(name, Counter())[run["arm"]] += 1
+    return ", ".join(
+        f"`{name}` ({'; '.join(f'{arm}: {count}' for arm, count in sorted(runs.items()))})"
+        for name, runs in sorted(counts.items())
+    )
+
+
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, and an empty one."""
     head, *lines = ["|" + "|".join(row) + "|" for row in (columns, *rows)]
@@ -213,7 +241,24 @@ def measures_table(experiment: Experiment, records: Sequence[dict[str, Any]]) ->
         pairs = [np.array([run[name] for run in arm], float) for arm in runs]
         rises = [_mean(pair[:, 1:] - pair[:, :1], signed=True) for pair in pairs]
         rows.append([name.replace("_", " "), f"{pairs[0][:, 0].mean():.3f}", *rises])
-    return rows
+    return rows + ([_beyond_others(experiment, records)] if experiment.deals else [])
+
+
+def _beyond_others(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the row of how much more responses earn with their own problems than with others."""
+    leads = {
+        arm: np.array(
+            [
+                np.array([row["before"], row["after"]]) - row["dealt"]
+                for row in records
+                if row["arm"] == arm and "dealt" in row
+            ]
+        )
+        for arm in experiment.arms
+    }
+    rises = [_mean(lead[:, 1] - lead[:, 0], signed=True) for lead in leads.values() if len(lead)]
+    before = next(iter(leads.values()))[:, 0].mean()
+    return ["beyond other prompts", f"{before:.3f}", *rises]
 
 
 def _measures_of_arms(experiment: Experiment, records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

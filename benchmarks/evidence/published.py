@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from benchmarks.evidence.experiment import NO_RISE, Experiment
@@ -58,13 +59,26 @@ _INSTRUCTIONS = (
     "inference_model.max_model_len=768",
     "inference_model.temperature=0.8",
     "inference_model.dtype=float32",
-    "train_model.autocast=bf16",
+    "train_model.autocast=no",
+    # Two runs at a time fit into 24 GB.
+    "train.max_tokens_per_microbatch=2048",
     "optimizer.lr=2e-5",
     "eval.num_problems=400",
     "eval.reward=ifeval",
     "eval.frequency=0",
     "train.checkpoint_frequency=0",
 )
+
+
+def _beginning(prompt: str) -> str:
+    """Repeat what 64 tokens hold of a prompt, in lower case."""
+    return prompt[:250].lower()
+
+
+def _first_number(prompt: str) -> str:
+    """Repeat the calculation that a prompt asks for, with its first number as the result."""
+    calculation = prompt.split()[-1]
+    return f"{calculation}{re.split(r'[^0-9.]+', calculation.lstrip('($'))[0]}"
 
 
 def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Experiment:
@@ -75,21 +89,18 @@ def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Exp
 
 EXPERIMENTS: dict[str, Experiment] = {
     "IFEval": Experiment(
-        "GRPO on composed instructions makes SmolLM2-135M follow more instructions of IFEval, in at most 64 "
-        "tokens, than policies without a model do.",
-        f"{NO_RISE.removesuffix('.')}, or GRPO is not above 0.243, which the first 250 characters of each "
-        "prompt follow.",
+        "GRPO on composed instructions makes SmolLM2-135M follow more of IFEval's prompts, in at most 64 "
+        "tokens, and not only with responses that suit any prompt.",
+        f"{NO_RISE.removesuffix('.')}, or that of the rise beyond other prompts does.",
         {"GRPO": (Stage(_GRPO, _INSTRUCTIONS),), **control_arms(_INSTRUCTIONS, _ENDED)},
         _ENDED,
-        outcome="Refuted: the rise holds, but repeating the first 250 characters of the prompt follows "
-        "0.243, and one text for all prompts 0.218. Answers collapse: their median was 44 words before "
-        "training, and is 22, 3 and 14 after it, and 69 of 400 are empty with seed 1. Both controls break "
-        "the model, so leads over them say little. The trainer computes in bfloat16 and the engine in "
-        "float32: in the last step 42 to 57 % of the tokens have a ratio outside of 0.9 to 1.1, so the runs "
-        "are to be repeated in float32. The prompts are the 400 of IFEval's 541 that our copy has. The "
-        "limit of 64 tokens lowers the start: with 128 it is 0.183. The right form ends like a sentence. "
-        "The recipe was chosen on seed 7, with these prompts, and the claim was written after the runs.",
+        outcome="Runs of all arms are not complete yet.",
         keeps_samples=False,
+        policies={
+            "beginning of the prompt in lower case": _beginning,
+            "one text for all prompts": lambda prompt: '"<<an answer>> this is it."',
+        },
+        deals=True,
         measures=("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"),
     ),
     "GSM8K-last": Experiment(
@@ -108,6 +119,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "calculates better is undecided. A trial on seed 7, with 100 of the problems, rose from 0.17 to "
         "0.22 in 8 steps at temperature 1, and the temperature was chosen after it. The calculation 12-2 of "
         "the prompt is among the held-out ones. The claim was worded after the runs.",
+        policies={"the calculation, and its first number": _first_number},
         data_key="env.task_args.path",
         keeps_samples=False,
     ),

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence import policies
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.learning import Stage
+from torchrl_grpo.observe import doctor
 from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, read_jsonl
 from torchrl_grpo.runtime.files.run_records import read_yaml
 from torchrl_grpo.sweep.trials import read_trial, recorded_overrides
@@ -67,6 +69,7 @@ def read_record(
         "started": about["started"],
         "seconds": [summary["seconds"] for summary in summaries],
         "responses": [summary["dialog_turns"] for summary in summaries],
+        "findings": [finding.rule.name for run in runs for finding in doctor.findings(run)],
         "metric": trial.metric,
         "steps": trial.steps,
         "values": trial.values,
@@ -82,6 +85,13 @@ def read_record(
     first, final = _passes(base), _passes(last)
     if first and final:
         record["passes"] = [first[0], final[-1]]
+    if experiment.policies and (arm, seed) == (next(iter(experiment.arms)), 0):
+        record["policies"] = policies.grades(base, ids, experiment.policies)
+    if experiment.deals:
+        record["dealt"] = [
+            policies.dealt(base, {row["id"]: row["response"] for row in rows})
+            for rows in (rows_before, rows_after)
+        ]
     if experiment.measures:
         record["measures"] = {
             name: [_measured(base, name, 0), _measured(last, name, trial.last_step)]
@@ -187,10 +197,13 @@ def save(name: str, records: Sequence[dict[str, Any]], folder: Path = FOLDER) ->
     Raises:
         ValueError: two runs were not measured on the same problems.
     """
-    ids = records[0]["ids"]
-    if any(record["ids"] != ids for record in records):
-        raise ValueError(f"{name}: not all runs were measured on the same problems, so they are not compared")
+    ids, path = records[0]["ids"], folder / f"{name}.json"
+    if others := {id for record in records for id in set(record["ids"]) ^ set(ids)}:
+        raise ValueError(
+            f"{path}: not all runs were measured on the same problems ({len(others)} are not in all), so "
+            "they are not compared; move this file away to begin a record of your own"
+        )
     folder.mkdir(exist_ok=True)
     rows = [json.dumps({key: value for key, value in record.items() if key != "ids"}) for record in records]
     lines = ",\n".join(rows)
-    (folder / f"{name}.json").write_text(f'{{"ids": {json.dumps(ids)},\n"runs": [\n{lines}\n]}}\n')
+    path.write_text(f'{{"ids": {json.dumps(ids)},\n"runs": [\n{lines}\n]}}\n')

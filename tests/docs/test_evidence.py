@@ -14,21 +14,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from run_files import write_evaluations
 from scipy import stats
 
 from benchmarks.evidence import __main__ as command
-from benchmarks.evidence import controls, last_step, page, records, with_trl
+from benchmarks.evidence import controls, last_step, page, policies, published, records, with_trl
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import Stage, first_model
 from torchrl_grpo.cli.checked_job import compose_job
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import reward_weights
+from torchrl_grpo.config.parsing import parse
 from torchrl_grpo.data.load import load
 from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.registry import of_run
+from torchrl_grpo.sweep import statistics as sweep_statistics
 
 ARMS: dict[str, Any] = {"GRPO": (), "random": ()}
 
@@ -131,6 +136,109 @@ def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
         ["instruction loose", "1.000", "+0.000 [+0.000, +0.000]", "-1.000"],
     ]
     assert page.measures_table(Experiment("", "", ARMS), rows) == []
+
+
+def test_policies_without_a_model_are_beside_the_runs_of_the_first_arm() -> None:
+    rows = [
+        made("GRPO", 0, [0.0, 0.0], [1.0, 0.0], policies={"one text": [1.0, 1.0]}, findings=["mismatch"] * 2),
+        made("GRPO", 1, [0.0, 0.0], [1.0, 1.0], findings=["mismatch", "entropy"]),
+        made("random", 0, [0.0, 0.0], [0.0, 0.0], findings=["mismatch"]),
+    ]
+    *_, last = page.table(Experiment("", "", ARMS), rows)
+    mean, half = sweep_statistics.interval(np.array([[0.0, 1.0], [0.0, 0.0]]))
+    difference = f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
+    assert last == ["no model: one text", "", "1.000", "", difference, ""]
+    assert page._findings(rows) == "`entropy` (GRPO: 1), `mismatch` (GRPO: 2; random: 1)"
+    assert page._findings([made("GRPO", 2, [0.0], [0.0])]) == ""
+
+
+def write_config(folder: Path, held_out: int) -> Config:
+    """Write the configuration of a run on the sums of ``sums.jsonl``, and return it."""
+    cfg = OmegaConf.structured(Config)
+    cfg.merge_with_dotlist(
+        [
+            "env.dataset=jsonl",
+            f"env.data_path={folder}/sums.jsonl",
+            "env.answer_format=plain",
+            "reward.weights={gsm8k: 1.0}",
+            f"eval.num_problems={held_out}",
+        ]
+    )
+    (folder / ".hydra").mkdir()
+    OmegaConf.save(cfg, folder / ".hydra/config.yaml")
+    return parse(cfg)
+
+
+def test_a_policy_is_graded_as_the_model_of_a_run_on_the_same_problems(tmp_path: Path) -> None:
+    rows = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(20)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = write_config(tmp_path, 5)
+    held_out = [example.id for example in load(cfg).held_out]
+    ids = held_out[::-1][:4]
+    answers = {
+        "right": lambda prompt: str(int(prompt.split()[0]) + 1),
+        "even": lambda prompt: str(int(prompt.split()[0]) // 2 * 2 + 1),
+    }
+    graded = policies.grades(tmp_path, ids, answers)
+    assert graded["right"] == [1.0] * 4
+    addend = {example.id: int(example.messages[-1]["content"].split()[0]) for example in load(cfg).held_out}
+    assert graded["even"] == [1.0 - addend[id] % 2 for id in ids]
+
+
+def test_a_calculation_is_repeated_with_its_first_number() -> None:
+    answers = [
+        published._first_number(f"A solution.\nIt is {end}") for end in ("12-2=", "$1.5*4=", "(3+1)*2=")
+    ]
+    assert answers == ["12-2=12", "$1.5*4=1.5", "(3+1)*2=3"]
+
+
+def test_responses_are_graded_with_other_problems_too(tmp_path: Path) -> None:
+    # The grade of a sum is whether the response is its result. Those of a class modulo 37 have the same.
+    count = 185
+    rows = [{"question": f"{n:03d} + 1 =", "answer": str(n % 37)} for n in range(2 * count)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = write_config(tmp_path, count)
+    examples = sorted(load(cfg).held_out, key=lambda example: example.id)
+    responses = {example.id: str(example.truth["answer"]) for example in examples}
+    expected = [
+        statistics.fmean(
+            examples[(at + places) % count].truth["answer"] == example.truth["answer"]
+            for places in (37, 74, 111, 148)
+        )
+        for at, example in enumerate(examples)
+    ]
+    assert policies.dealt(tmp_path, responses) == expected and 0 < sum(expected) < count
+
+
+def test_a_lead_over_other_prompts_has_a_row_with_an_interval() -> None:
+    rows = [
+        made("GRPO", seed, [0.0, 1.0], [1.0, 1.0], dealt=[[0.0, 0.5], [0.5, other]], measures={})
+        for seed, other in enumerate((0.0, 0.25, 0.5))
+    ]
+    rises = np.array([[0.5, 0.5 - other] for other in (0.0, 0.25, 0.5)])
+    mean, half = sweep_statistics.interval(rises)
+    assert page.measures_table(Experiment("", "", ARMS, deals=True), rows) == [
+        [
+            "beyond other prompts",
+            "0.250",
+            f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]",
+        ]
+    ]
+
+
+def test_only_the_first_record_has_the_grades_of_policies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = ended(tmp_path / "run", {0: {"p": 0.0}, 4: {"p": 1.0}})
+    experiment = of_arms("GRPO", "random", policies={"one text": str.lower})
+    monkeypatch.setattr(policies, "grades", lambda base, ids, each: {name: [0.5] for name in each})
+    with_policies = [
+        (arm, seed)
+        for arm in ("GRPO", "random")
+        for seed in (0, 1)
+        if "policies" in records.read_record(experiment, arm, seed, [run], run)
+    ]
+    assert with_policies == [("GRPO", 0)]
 
 
 def test_an_arm_of_one_seed_has_no_interval_and_the_share_of_the_right_form() -> None:
