@@ -34,8 +34,8 @@ class Experiment:
         measures: names of further held-out values of an evaluation, such as ``prompt_loose``. A second table
             has how much each arm raises them.
         policies: policies without a model, by name, which the table has below the arms.
-        deals: whether responses are also graded as if they were to other problems. The second table has how
-            much more those to the problems themselves earn. For one response a problem.
+        deals: whether the second table also has how much more responses earn with their own problems than
+            with others, and what those earn that do not repeat themselves. For one response a problem.
         data_key: key that takes a local copy of the data set.
         keeps_samples: whether records have a few questions with responses. False for data sets of others,
             whose questions are not copied.

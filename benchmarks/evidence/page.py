@@ -54,7 +54,9 @@ scores of the benchmarks; each section names them. Commands, intervals, columns 
 as in [results](results.md). `--data DATA` takes a local copy. Rows with *no model* are policies that answer
 without one. The second table has IFEval's [four scores](ifeval.md#scores): how much each arm raises them,
 with intervals over seeds alone. *Beyond other prompts* is how much more responses follow their own prompts
-than those of other problems (prompt strict), with intervals over seeds and problems.
+than those of other problems (prompt strict). *Without repetition* does not count responses with fewer than
+five different words, or in which a line or sequences of four words are mostly repeats. Their intervals are
+over seeds and problems.
 """
 _COMPARISONS_HEAD = """# Comparisons
 
@@ -125,7 +127,7 @@ def _policy_rows(first: Mapping[int, Any], columns: int) -> list[list[str]]:
     measured = {name: values for run in first.values() for name, values in run.get("policies", {}).items()}
     after = np.array([run["after"] for run in first.values()])
     rows = []
-    for name, grades in measured.items():
+    for name, (grades, _) in measured.items():
         cells = [f"no model: {name}", "", f"{np.mean(grades):.3f}", "", _mean(grades - after, signed=True)]
         rows.append(cells + [""] * (columns - len(cells)))
     return rows
@@ -198,6 +200,8 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     if experiment.measures:
         heads = ["rise of", "before", *_measures_of_arms(experiment, records)]
         tables += _markdown(heads, measures_table(experiment, records))
+    if experiment.deals:
+        tables += [_policies_beyond(records)]
     usual = experiment.refuted_by == NO_RISE
     refuted = "" if usual else f" Refuted if {_lower(experiment.refuted_by)}"
     return "\n".join(
@@ -213,6 +217,13 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"![learning curves](pictures/evidence-{name}.svg)\n",
         ]
     )
+
+
+def _policies_beyond(records: Sequence[dict[str, Any]]) -> str:
+    """Return the sentence of what policies without a model earn beyond other prompts."""
+    graded = {name: pair for row in records for name, pair in row.get("policies", {}).items()}
+    leads = [f"{name} {np.subtract(*pair).mean():.3f}" for name, pair in graded.items()]
+    return f"Beyond other prompts, policies without a model come to: {', '.join(leads)}.\n"
 
 
 def _findings(records: Sequence[dict[str, Any]]) -> str:
@@ -241,24 +252,29 @@ def measures_table(experiment: Experiment, records: Sequence[dict[str, Any]]) ->
         pairs = [np.array([run[name] for run in arm], float) for arm in runs]
         rises = [_mean(pair[:, 1:] - pair[:, :1], signed=True) for pair in pairs]
         rows.append([name.replace("_", " "), f"{pairs[0][:, 0].mean():.3f}", *rises])
-    return rows + ([_beyond_others(experiment, records)] if experiment.deals else [])
+    return rows + (_own_rows(experiment, records) if experiment.deals else [])
 
 
-def _beyond_others(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the row of how much more responses earn with their own problems than with others."""
-    leads = {
-        arm: np.array(
-            [
-                np.array([row["before"], row["after"]]) - row["dealt"]
-                for row in records
-                if row["arm"] == arm and "dealt" in row
-            ]
-        )
-        for arm in experiment.arms
-    }
-    rises = [_mean(lead[:, 1] - lead[:, 0], signed=True) for lead in leads.values() if len(lead)]
-    before = next(iter(leads.values()))[:, 0].mean()
-    return ["beyond other prompts", f"{before:.3f}", *rises]
+def _own_rows(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of what responses earn beyond other prompts, and without repetition."""
+    rows = []
+    for name, key, value in (
+        ("beyond other prompts", "dealt", lambda grades, dealt: grades - dealt),
+        ("without repetition", "repetitive", lambda grades, repetitive: grades * (1 - repetitive)),
+    ):
+        values = {
+            arm: np.array(
+                [
+                    value(np.array([row["before"], row["after"]]), np.array(row[key]))
+                    for row in records
+                    if row["arm"] == arm
+                ]
+            )
+            for arm in _measures_of_arms(experiment, records)
+        }
+        rises = [_mean(each[:, 1] - each[:, 0], signed=True) for each in values.values()]
+        rows.append([name, f"{next(iter(values.values()))[:, 0].mean():.3f}", *rises])
+    return rows
 
 
 def _measures_of_arms(experiment: Experiment, records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -5,6 +5,8 @@ A score that they reach too does not show that a model understands its task.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +24,11 @@ Policy = Callable[[str], str]
 # Takes a response to each problem, and returns their grades.
 Grade = Callable[[Sequence[str]], list[float]]
 
-# By how many places responses are dealt to other problems.
-_PLACES = (37, 74, 111, 148)
+# To how many other problems each response is dealt.
+_OTHERS = 4
 
 
-def grades(run: Path, ids: Sequence[str], policies: Mapping[str, Policy]) -> dict[str, list[float]]:
+def grades(run: Path, ids: Sequence[str], policies: Mapping[str, Policy]) -> dict[str, list[list[float]]]:
     """Grade the responses of each policy as the evaluations of a run grade those of its model.
 
     Args:
@@ -35,30 +37,52 @@ def grades(run: Path, ids: Sequence[str], policies: Mapping[str, Policy]) -> dic
         policies: policies by name.
 
     Returns:
-        The grade of each problem, in the order of ``ids``, by the name of the policy.
+        By the name of the policy, the grade of each problem, in the order of ``ids``, and what it has with
+        responses to others, see :func:`dealt`.
     """
     with _grading(run, ids) as (prompts, grade):
-        return {name: grade([policy(prompt) for prompt in prompts]) for name, policy in policies.items()}
+        texts = {name: [policy(prompt) for prompt in prompts] for name, policy in policies.items()}
+        return {name: [grade(responses), _dealt(responses, grade)] for name, responses in texts.items()}
 
 
 def dealt(run: Path, responses: Mapping[str, str]) -> list[float]:
     """Grade responses as if they were to other problems.
 
-    What they earn so depends on no prompt: not on whether a model does what it is told.
+    A style that suits any prompt earns so as much as with its own prompts. Words of a prompt do not.
 
     Args:
         run: folder of the run.
-        responses: responses by the id of their problem, more than the largest of ``_PLACES``.
+        responses: responses by the id of their problem, five or more.
 
     Returns:
-        The mean grade of each problem with the responses to some others, by the order of the ids.
+        The mean grade of each problem with the responses to some others, in the order of the ids.
     """
     ids = sorted(responses)
-    own = [responses[id] for id in ids]
     with _grading(run, ids) as (_, grade):
-        each = [grade([*own[places:], *own[:places]]) for places in _PLACES]
+        return _dealt([responses[id] for id in ids], grade)
+
+
+def _dealt(responses: Sequence[str], grade: Grade) -> list[float]:
+    shifts = [number * len(responses) // (_OTHERS + 1) for number in range(1, _OTHERS + 1)]
+    each = [grade([*responses[shift:], *responses[:shift]]) for shift in shifts]
     means: list[float] = np.mean(each, axis=0).tolist()
     return means
+
+
+def is_repetitive(response: str) -> bool:
+    """Whether a response says little: fewer than five different words, or mostly repeated lines or words.
+
+    One line is more than half of three or more, or more than half of all sequences of four words occurred
+    before.
+    """
+    lines = Counter(line for line in map(str.strip, response.splitlines()) if line)
+    words = re.findall(r"\w+", response.lower())
+    fours = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    return (
+        len(set(words)) < 5
+        or (lines.total() >= 3 and max(lines.values()) > lines.total() / 2)
+        or len(set(fours)) < len(fours) / 2
+    )
 
 
 @contextmanager

@@ -89,8 +89,8 @@ def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Exp
 
 EXPERIMENTS: dict[str, Experiment] = {
     "IFEval": Experiment(
-        "GRPO on composed instructions makes SmolLM2-135M follow more of IFEval's prompts, in at most 64 "
-        "tokens, and not only with responses that suit any prompt.",
+        "GRPO on composed instructions makes SmolLM2-135M pass more of IFEval's checks, in at most 64 "
+        "tokens, and more where a prompt asks for them.",
         f"{NO_RISE.removesuffix('.')}, or that of the rise beyond other prompts does.",
         {"GRPO": (Stage(_GRPO, _INSTRUCTIONS),), **control_arms(_INSTRUCTIONS, _ENDED)},
         _ENDED,

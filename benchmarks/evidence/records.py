@@ -88,10 +88,9 @@ def read_record(
     if experiment.policies and (arm, seed) == (next(iter(experiment.arms)), 0):
         record["policies"] = policies.grades(base, ids, experiment.policies)
     if experiment.deals:
-        record["dealt"] = [
-            policies.dealt(base, {row["id"]: row["response"] for row in rows})
-            for rows in (rows_before, rows_after)
-        ]
+        responses = [{row["id"]: row["response"] for row in rows} for rows in (rows_before, rows_after)]
+        record["dealt"] = [policies.dealt(base, each) for each in responses]
+        record["repetitive"] = [[int(policies.is_repetitive(each[id])) for id in ids] for each in responses]
     if experiment.measures:
         record["measures"] = {
             name: [_measured(base, name, 0), _measured(last, name, trial.last_step)]

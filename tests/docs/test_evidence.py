@@ -140,7 +140,14 @@ def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
 
 def test_policies_without_a_model_are_beside_the_runs_of_the_first_arm() -> None:
     rows = [
-        made("GRPO", 0, [0.0, 0.0], [1.0, 0.0], policies={"one text": [1.0, 1.0]}, findings=["mismatch"] * 2),
+        made(
+            "GRPO",
+            0,
+            [0.0, 0.0],
+            [1.0, 0.0],
+            policies={"one text": [[1.0, 1.0], [0.0, 1.0]]},
+            findings=["mismatch"] * 2,
+        ),
         made("GRPO", 1, [0.0, 0.0], [1.0, 1.0], findings=["mismatch", "entropy"]),
         made("random", 0, [0.0, 0.0], [0.0, 0.0], findings=["mismatch"]),
     ]
@@ -148,6 +155,7 @@ def test_policies_without_a_model_are_beside_the_runs_of_the_first_arm() -> None
     mean, half = sweep_statistics.interval(np.array([[0.0, 1.0], [0.0, 0.0]]))
     difference = f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
     assert last == ["no model: one text", "", "1.000", "", difference, ""]
+    assert page._policies_beyond(rows).endswith("come to: one text 0.500.\n")
     assert page._findings(rows) == "`entropy` (GRPO: 1), `mismatch` (GRPO: 2; random: 1)"
     assert page._findings([made("GRPO", 2, [0.0], [0.0])]) == ""
 
@@ -174,15 +182,15 @@ def test_a_policy_is_graded_as_the_model_of_a_run_on_the_same_problems(tmp_path:
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = write_config(tmp_path, 5)
     held_out = [example.id for example in load(cfg).held_out]
-    ids = held_out[::-1][:4]
+    ids = held_out[::-1]
     answers = {
         "right": lambda prompt: str(int(prompt.split()[0]) + 1),
         "even": lambda prompt: str(int(prompt.split()[0]) // 2 * 2 + 1),
     }
     graded = policies.grades(tmp_path, ids, answers)
-    assert graded["right"] == [1.0] * 4
+    assert graded["right"] == [[1.0] * 5, [0.0] * 5]
     addend = {example.id: int(example.messages[-1]["content"].split()[0]) for example in load(cfg).held_out}
-    assert graded["even"] == [1.0 - addend[id] % 2 for id in ids]
+    assert graded["even"][0] == [1.0 - addend[id] % 2 for id in ids]
 
 
 def test_a_calculation_is_repeated_with_its_first_number() -> None:
@@ -210,9 +218,17 @@ def test_responses_are_graded_with_other_problems_too(tmp_path: Path) -> None:
     assert policies.dealt(tmp_path, responses) == expected and 0 < sum(expected) < count
 
 
-def test_a_lead_over_other_prompts_has_a_row_with_an_interval() -> None:
+def test_what_is_for_its_own_prompt_and_new_has_rows_with_intervals() -> None:
     rows = [
-        made("GRPO", seed, [0.0, 1.0], [1.0, 1.0], dealt=[[0.0, 0.5], [0.5, other]], measures={})
+        made(
+            "GRPO",
+            seed,
+            [0.0, 1.0],
+            [1.0, 1.0],
+            dealt=[[0.0, 0.5], [0.5, other]],
+            repetitive=[[0, 0], [1, 0]],
+            measures={},
+        )
         for seed, other in enumerate((0.0, 0.25, 0.5))
     ]
     rises = np.array([[0.5, 0.5 - other] for other in (0.0, 0.25, 0.5)])
@@ -222,8 +238,27 @@ def test_a_lead_over_other_prompts_has_a_row_with_an_interval() -> None:
             "beyond other prompts",
             "0.250",
             f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]",
-        ]
+        ],
+        ["without repetition", "0.500", "+0.000 [+0.000, +0.000]"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("response", "repetitive"),
+    [
+        ("", True),
+        ("*one* two three four", True),
+        ("One two three four five.", False),
+        ("[your name]\n\n[your name]\nDear friend of mine", True),
+        ("[your name]\nDear friend of mine\n[my name]", False),
+        ("I am here and I wait. " * 3, True),
+        ("I am here and I wait. I am here and you do not.", False),
+    ],
+)
+def test_a_response_that_repeats_itself_or_says_nothing_is_repetitive(
+    response: str, repetitive: bool
+) -> None:
+    assert policies.is_repetitive(response) == repetitive
 
 
 def test_only_the_first_record_has_the_grades_of_policies(
@@ -231,7 +266,7 @@ def test_only_the_first_record_has_the_grades_of_policies(
 ) -> None:
     run = ended(tmp_path / "run", {0: {"p": 0.0}, 4: {"p": 1.0}})
     experiment = of_arms("GRPO", "random", policies={"one text": str.lower})
-    monkeypatch.setattr(policies, "grades", lambda base, ids, each: {name: [0.5] for name in each})
+    monkeypatch.setattr(policies, "grades", lambda base, ids, each: {name: [[0.5], [0.0]] for name in each})
     with_policies = [
         (arm, seed)
         for arm in ("GRPO", "random")
