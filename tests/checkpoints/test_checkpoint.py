@@ -20,8 +20,9 @@ from typing import Any, TypeGuard
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
 
 from torchrl_grpo.checkpoints import checkpoint, manifest
 from torchrl_grpo.checkpoints import run_dir as run_folder
@@ -34,10 +35,11 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length
 from torchrl_grpo.errors import CheckpointError, DataError, RunFolderLost
 from torchrl_grpo.models import saving
+from torchrl_grpo.runtime.files.direct_file import Written
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
 
-def write_model(folder: Path) -> dict[Path, str]:
+def write_model(folder: Path) -> dict[Path, Written]:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 20)
     return {}
@@ -115,7 +117,7 @@ def test_a_later_one_never_pushes_out_the_one_just_written(run_dir: Path) -> Non
 
 
 def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
-    def fail(folder: Path) -> dict[Path, str]:
+    def fail(folder: Path) -> dict[Path, Written]:
         write_model(folder)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -129,8 +131,38 @@ def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
         assert steps(run_dir) == ["5"], "what it had written takes no room"
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        ("removed", RunFolderLost, "was deleted or moved while the run wrote to it"),
+        ("cut", OSError, "bytes were written to it, and it has another size: .*trainer.pt"),
+    ],
+)
+def test_a_file_that_somebody_changes_while_it_is_written_gets_into_no_checkpoint(
+    run_dir: Path, change: str, error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run_dir, 5)
+    save_whole = torch.save
+
+    def save_and_change(state: Any, file: Any) -> None:
+        save_whole(state, file)
+        monkeypatch.setattr(os, "close", close_and_change)
+
+    def close_and_change(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        close(descriptor)
+        if path.name == "trainer.pt":
+            path.unlink() if change == "removed" else os.truncate(path, 100)
+
+    close = os.close
+    monkeypatch.setattr(torch, "save", save_and_change)
+    with pytest.raises(error, match=reason):
+        save(run_dir, 10, keep=1)
+    assert [name for name in steps(run_dir) if not name.startswith(".")] == ["5"]
+
+
 def test_an_error_of_another_kind_is_no_full_disk(run_dir: Path) -> None:
-    def fail(folder: Path) -> dict[Path, str]:
+    def fail(folder: Path) -> dict[Path, Written]:
         write_model(folder)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -178,6 +210,7 @@ def test_a_file_that_the_system_cuts_off_is_one_clear_message(
             checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state=state, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert modeling_utils.safe_save_file is safetensors.torch.save_file
     assert steps(run_dir) == ["5"] and manifest.find_damage(run_dir / "checkpoints" / "5") is None
 
 
@@ -237,10 +270,10 @@ def test_only_plain_numbers_are_steps(run_dir: Path, name: str) -> None:
 
 @pytest.mark.parametrize("deleted", ["checkpoints", "checkpoints/.writing-10/model"])
 def test_a_folder_that_is_deleted_while_it_is_written_is_told(run_dir: Path, deleted: str) -> None:
-    def write(folder: Path) -> dict[Path, str]:
-        checksums = write_model(folder)
+    def write(folder: Path) -> dict[Path, Written]:
+        written = write_model(folder)
         shutil.rmtree(run_dir / deleted)
-        return checksums
+        return written
 
     with pytest.raises(RunFolderLost, match=r"checkpoints/.writing-10 was deleted or moved while the run"):
         checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state={}, keep=1)
@@ -448,7 +481,7 @@ def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
 
 
 def test_the_card_of_a_model_may_be_edited(run_dir: Path) -> None:
-    def write(path: Path) -> dict[Path, str]:
+    def write(path: Path) -> dict[Path, Written]:
         (path / "README.md").write_text("a")
         return write_model(path)
 

@@ -13,6 +13,7 @@ import torch
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.background import BackgroundWriter
 from torchrl_grpo.config import Config
+from torchrl_grpo.runtime.files.direct_file import Written
 
 # What a write does to files, as Python's audit hooks name it. It stops before doing it.
 _STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
@@ -22,7 +23,7 @@ def save(run_dir: Path, step: int, writer: BackgroundWriter | None = None) -> to
     """Write weights that are all ``step`` as a checkpoint of this step, and return them."""
     weights = torch.full((2**16,), float(step))
 
-    def write_model(folder: Path) -> dict[Path, str]:
+    def write_model(folder: Path) -> dict[Path, Written]:
         with (folder / "model.safetensors").open("wb") as file:
             for half in weights.chunk(2):
                 file.write(half.numpy().tobytes())

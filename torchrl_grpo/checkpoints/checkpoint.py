@@ -35,15 +35,17 @@ from torchrl_grpo.config.remote import is_moved
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
-from torchrl_grpo.runtime.files.direct_file import DirectFile
+from torchrl_grpo.runtime.files.direct_file import DirectFile, Written
 from torchrl_grpo.runtime.files.run_records import is_step
 from torchrl_grpo.runtime.quoting import quote_if_needed
 
 _TMP_PREFIX = ".writing-"
 _REMOVING_PREFIX = ".removing-"
+# Neither whole pages nor less than one.
+_TRIAL_BYTES = 5000
 
-# Writes files into a folder, and returns the checksums of those that it has summed.
-Write = Callable[[Path], Mapping[Path, str]]
+# Writes files into a folder, and returns what it has written to those that it has summed.
+Write = Callable[[Path], Mapping[Path, Written]]
 
 
 def save(
@@ -67,8 +69,8 @@ def save(
         run_dir: folder of the run.
         step: number of optimizer steps taken.
         cfg: configuration, which is saved in full.
-        write_model: function that writes model and tokenizer into the folder it is given. It returns the
-            checksums of the files that it has summed.
+        write_model: function that writes model and tokenizer into the folder it is given. It returns what
+            it has written to files that it has summed.
         state: state of the trainer, made of tensors and plain values.
         keep: number of checkpoints to keep.
         best_step: step of a checkpoint that is kept beside them; None if there is none.
@@ -134,8 +136,11 @@ def try_out(
     is_new, trial = not root.exists(), root / f"{_TMP_PREFIX}trial"
     _remove(trial)
     try:
+        trial.mkdir(parents=True)
+        with DirectFile(trial / TRAINER) as file:
+            file.write(bytes(_TRIAL_BYTES))
         for name, write in writers.items():
-            (trial / name).mkdir(parents=True)
+            (trial / name).mkdir()
             write(trial / name)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
@@ -208,20 +213,20 @@ def _fill(
     from omegaconf import OmegaConf
     from torch.utils.serialization import config as serialization
 
-    checksums: dict[Path, str] = {}
+    written: dict[Path, Written] = {}
     for name, write in writers.items():
-        checksums.update(write(tmp_dir / name))
+        written.update(write(tmp_dir / name))
     # The manifest has a checksum of the file, and those of its parts would take as long as writing it.
     unsummed = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]  # torch adds it
     with unsummed, DirectFile(tmp_dir / TRAINER) as file:
         torch.save(state, cast(IO[bytes], file))
-    checksums[tmp_dir / TRAINER] = file.checksum
+    written[tmp_dir / TRAINER] = file.written
     on_state_read()
     OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / CONFIG)
     files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
     for path in files:
         _flush(path)
-    manifest.write(tmp_dir, step, files, checksums)
+    manifest.write(tmp_dir, step, files, written)
     for path in (tmp_dir / MANIFEST, *(tmp_dir / name for name in writers), tmp_dir):
         _flush(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -11,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from torchrl_grpo.checkpoints.run_dir import MANIFEST
+from torchrl_grpo.runtime.files.direct_file import Written
 from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
 
 # Parts that each checkpoint has.
@@ -19,19 +21,25 @@ MODEL, TRAINER, CONFIG = "model", "trainer.pt", "config.yaml"
 _CHECKSUM, _FORMER_CHECKSUM = "xxh3_64", "crc32"
 
 
-def write(folder: Path, step: int, files: Sequence[Path], checksums: Mapping[Path, str]) -> None:
+def write(folder: Path, step: int, files: Sequence[Path], written: Mapping[Path, Written]) -> None:
     """Write the manifest of a checkpoint.
 
     Args:
         folder: folder of the checkpoint.
         step: its step.
         files: its files.
-        checksums: checksums of those that were summed while they were written. The others are read.
+        written: what was written to those that were summed meanwhile. The others are read.
+
+    Raises:
+        OSError: a file is missing, or has another size than what was written to it.
     """
+    for path, (size, _) in written.items():
+        if path.stat().st_size != size:
+            raise OSError(errno.EIO, f"{size} bytes were written to it, and it has another size", str(path))
     entries = {
         str(path.relative_to(folder)): {
             "bytes": path.stat().st_size,
-            _CHECKSUM: checksums.get(path) or _checksum(path),
+            _CHECKSUM: written[path].checksum if path in written else _checksum(path),
         }
         for path in files
         if not _is_card(path)

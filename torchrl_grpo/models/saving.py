@@ -21,7 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from torchrl_grpo.errors import ModelError, first_line
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.pictures import processor_of
-from torchrl_grpo.runtime.files.direct_file import DirectFile
+from torchrl_grpo.runtime.files.direct_file import DirectFile, Written
 
 # Held while transformers writes weights with a function of this module.
 _WRITES_DIRECTLY = threading.Lock()
@@ -39,7 +39,7 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     weights: Mapping[str, Tensor] | None = None,
-) -> dict[Path, str]:
+) -> dict[Path, Written]:
     """Save a model and its tokenizer to ``folder``. Of a model with adapters, only the adapters are saved.
 
     Args:
@@ -49,29 +49,31 @@ def save(
         weights: complete parameters to save in place of the model's own, which may be shards.
 
     Returns:
-        The checksums of files that were summed while they were written, see :class:`DirectFile`.
+        What was written to files that were summed meanwhile, see :class:`DirectFile`.
     """
-    with _writing_directly() as checksums:
+    with _writing_directly(folder) as written:
         if lora.adapted_layers(model):
             lora.save_adapters(model, folder)
         else:
             _save_model(model, folder, weights)
     _save_tokenizer(tokenizer, folder)
     _open_to_all(folder)
-    return checksums
+    return written
 
 
 @contextmanager
-def _writing_directly() -> Iterator[dict[Path, str]]:
-    """Let transformers write weights with :func:`_write_weights`, and return the checksums of the files.
+def _writing_directly(folder: Path) -> Iterator[dict[Path, Written]]:
+    """Let transformers write weights into a folder with :func:`_write_weights`, and return what was written.
 
     Safetensors' own function holds Python's lock until all is written, so nothing could train meanwhile.
     """
-    checksums: dict[Path, str] = {}
+    written: dict[Path, Written] = {}
 
-    def write(tensors: dict[str, Tensor], name: str, metadata: dict[str, str]) -> None:
-        if all(tensor.dtype == torch.float32 for tensor in tensors.values()):
-            checksums[Path(name)] = _write_weights(tensors, Path(name), metadata)
+    def write(tensors: dict[str, Tensor], name: str, metadata: dict[str, str] | None = None) -> None:
+        # Another thread may save a model elsewhere.
+        is_own = Path(name).parent == folder
+        if is_own and metadata and all(tensor.dtype == torch.float32 for tensor in tensors.values()):
+            written[Path(name)] = _write_weights(tensors, Path(name), metadata)
         else:
             original(tensors, name, metadata=metadata)
 
@@ -79,13 +81,13 @@ def _writing_directly() -> Iterator[dict[Path, str]]:
         original = modeling_utils.safe_save_file
         modeling_utils.safe_save_file = write
         try:
-            yield checksums
+            yield written
         finally:
             modeling_utils.safe_save_file = original
 
 
-def _write_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write float32 tensors as ``safetensors.torch.save_file`` does, and return the file's checksum."""
+def _write_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> Written:
+    """Write float32 tensors as ``safetensors.torch.save_file`` does."""
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name in sorted(tensors):
@@ -98,7 +100,7 @@ def _write_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[
         file.write(text)
         for name in sorted(tensors):
             file.write(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return file.checksum
+    return file.written
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -28,6 +28,7 @@ from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.distributed.parallelism import sharded
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.metrics import METRICS, read_jsonl
+from torchrl_grpo.runtime.files.direct_file import Written
 from torchrl_grpo.runtime.hardware import available_gib
 from torchrl_grpo.training.state import SessionState
 
@@ -94,12 +95,12 @@ class RunCheckpoints:
                 if weights is not None and not offloads:
                     on_state_read()
 
-            def write_model(folder: Path) -> dict[Path, str]:
-                checksums = saving.save(model, tokenizer, folder, weights=content["weights"])
+            def write_model(folder: Path) -> dict[Path, Written]:
+                written = saving.save(model, tokenizer, folder, weights=content["weights"])
                 model_card.write(folder, cfg, base, training)
-                return checksums
+                return written
 
-            def write_merged(folder: Path) -> dict[Path, str]:
+            def write_merged(folder: Path) -> dict[Path, Written]:
                 saving.save_merged(model, tokenizer, folder)
                 model_card.write(folder, cfg, base, training)
                 return {}

@@ -7,9 +7,10 @@ import fcntl
 import mmap
 import os
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -20,33 +21,53 @@ _BLOCK = 2**22
 # Direct writes begin and end at whole pages, in memory and in the file.
 _PAGE = 2**12
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
+# How file systems say that they cannot write past the page cache.
+_CANNOT = (errno.EINVAL, errno.EOPNOTSUPP)
+# Bytes a second. What waits for a slower disk waits less for the page cache, at the cost of processor time.
+_SLOW = 250e6
+# Bytes after which a disk is judged.
+_ENOUGH = 4 * _BLOCK
+
+
+class Written(NamedTuple):
+    """What was written to a file.
+
+    Attributes:
+        size: bytes.
+        checksum: their XXH3, 64 bits in hexadecimal.
+    """
+
+    size: int
+    checksum: str
 
 
 class DirectFile:
     """A file that is written from its beginning to its end, and summed meanwhile.
 
     Python's lock is free while data is copied, summed and written. A file system that cannot write past the
-    page cache writes through it.
+    page cache writes through it, and so does a slow disk.
 
     Args:
         path: the file, which is replaced if it exists.
 
-    Attributes:
-        checksum: XXH3 of the content, with 64 bits in hexadecimal; complete once the file is closed.
-
     Raises:
-        OSError: the file cannot be written. At the end of a ``with`` it takes the place of what else was
-            raised, because libraries report it in words of their own.
+        OSError: the file cannot be written. At the end of a ``with`` it takes the place of another exception,
+            because libraries report it in words of their own.
     """
 
     def __init__(self, path: Path) -> None:
-        self.checksum = ""
-        self._descriptor = _open(path)
         self._memory = memoryview(mmap.mmap(-1, _BLOCK))
         self._block: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
-        self._filled = 0
+        self._filled = self._size = 0
+        self._seconds = 0.0
         self._hasher = xxhash.xxh3_64()
         self._error: OSError | None = None
+        self._descriptor = _open(path)
+
+    @property
+    def written(self) -> Written:
+        """What was written, once the file is closed."""
+        return Written(self._size, self._hasher.hexdigest())
 
     def write(self, data: bytes | memoryview | NDArray[np.uint8]) -> int:
         """Append bytes, and return their number."""
@@ -74,9 +95,8 @@ class DirectFile:
                 self._empty()
         finally:
             os.close(self._descriptor)
-        if self._error is not None and error is not self._error:
+        if self._error is not None and error is not self._error and isinstance(error, Exception):
             raise self._error from error
-        self.checksum = self._hasher.hexdigest()
 
     def _empty(self) -> None:
         """Write what the block holds."""
@@ -85,17 +105,27 @@ class DirectFile:
         self._filled = 0
         try:
             while content:
-                whole = len(content) - len(content) % _PAGE
-                try:
-                    content = content[os.write(self._descriptor, content[: whole or None]) :]
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not _is_direct(self._descriptor):
-                        raise
-                    # The end of the file is no whole page, or this file system writes in larger units.
-                    _write_through_cache(self._descriptor)
+                content = content[self._put(content) :]
         except OSError as error:
             self._error = error
             raise
+
+    def _put(self, content: memoryview) -> int:
+        """Write some of the content, and return the number of bytes."""
+        whole, started = len(content) - len(content) % _PAGE, time.perf_counter()
+        try:
+            count = os.write(self._descriptor, content[: whole or None])
+        except OSError as error:
+            if error.errno not in _CANNOT or not _is_direct(self._descriptor):
+                raise
+            # The end of the file is no whole page, or this file system writes in larger units.
+            _write_through_cache(self._descriptor)
+            return 0
+        self._size += count
+        self._seconds += time.perf_counter() - started
+        if self._size >= _ENOUGH and self._size < _SLOW * self._seconds and _is_direct(self._descriptor):
+            _write_through_cache(self._descriptor)
+        return count
 
 
 def _open(path: Path) -> int:
@@ -103,7 +133,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, flags | _DIRECT, 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _CANNOT:
             raise
         return os.open(path, flags, 0o666)
 
