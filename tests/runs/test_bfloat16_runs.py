@@ -46,6 +46,17 @@ def test_a_run_in_bfloat16_goes_to_its_end(train_sync: Runner, name: str) -> Non
         assert lines[1]["kl/reference"] == pytest.approx(0.0, abs=1e-4), "equal weights have no divergence"
 
 
+@pytest.mark.parametrize("engine", ["float32", "bfloat16"])
+def test_a_run_says_that_its_engine_does_not_round_as_its_trainer_does(
+    train_sync: Runner, engine: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**BFLOAT16, "inference_model__dtype": engine, "train__total_dialog_turns": 16}
+    train_sync("run", **settings)
+    printed = " ".join("".join(capfd.readouterr()).split())
+    warning = "computes with weights in float32 and the trainer in bfloat16"
+    assert (warning in printed) == (engine == "float32")
+
+
 def test_a_run_in_float16_goes_to_its_end(train_sync: Runner) -> None:
     assert train_sync("run", **FLOAT16)[-1]["step"] == 4
 
