@@ -94,8 +94,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         f"{NO_RISE.removesuffix('.')}, or that of the rise beyond other prompts does.",
         {"GRPO": (Stage(_GRPO, _INSTRUCTIONS),), **control_arms(_INSTRUCTIONS, _ENDED)},
         _ENDED,
-        outcome="Runs of all arms are not complete yet.",
-        keeps_samples=False,
+        outcome="The claim holds, narrowly: the rise, its part beyond other prompts and both leads are "
+        "above 0. What is learned is to write the markers that a type of instruction wants, such as titles, "
+        "postscripts and highlights, often copied from the prompt and repeated. 55 of the 400 answers were "
+        "repetitive before training, and 127, 142 and 100 are after it. Without those the rise is "
+        "undecided. Some style comes unasked, such as no commas. A copy of the prompt earns more than GRPO, "
+        "so an earlier claim is refuted: that GRPO follows more than policies without a model do. The "
+        "controls fall below the start, so leads over them say less. Training has IFEval's 25 types and "
+        "checks, in other prompts. The prompts are the 400 of 541 that our copy has. The limit of 64 tokens "
+        "lowers the start: with 128 it is 0.183. The right form ends like a sentence. The recipe was chosen "
+        "on seed 7, with these prompts, before training was in float32, and this claim was worded after two "
+        "seeds.",
         policies={
             "beginning of the prompt in lower case": _beginning,
             "one text for all prompts": lambda prompt: '"<<an answer>> this is it."',
