@@ -103,14 +103,22 @@ def test_whole_pages_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.
     assert parts == [(True, 2**22), (True, 2**13), (True, 5), (False, 5)]
 
 
+@pytest.mark.parametrize(
+    ("rates", "direct"),
+    [
+        ([200] * 6, [True] * 4 + [False] * 2),
+        ([200, 200, 200, 300] * 2, [True] * 8),
+        ([300] * 4 + [200] * 5, [True] * 8 + [False]),
+    ],
+)
 def test_a_slow_disk_is_written_through_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rates: list[int], direct: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, blocks = [0.0], list[bool]()
 
     def write_slowly(descriptor: int, content: memoryview) -> int:
+        now[0] += len(content) / (rates[len(blocks)] * 1e6)
         blocks.append(direct_file._is_direct(descriptor))
-        now[0] += len(content) / 200e6
         return WRITE(descriptor, content)
 
     monkeypatch.setattr(os, "write", write_slowly)
@@ -118,9 +126,9 @@ def test_a_slow_disk_is_written_through_the_page_cache(
     with DirectFile(tmp_path / "file") as file:
         if not direct_file._is_direct(file._descriptor):
             pytest.skip("this file system cannot write past the page cache")
-        file.write(bytes(6 * 2**22))
-    assert blocks == [True] * 4 + [False] * 2
-    assert (tmp_path / "file").stat().st_size == 6 * 2**22
+        file.write(bytes(len(rates) * 2**22))
+    assert blocks == direct
+    assert (tmp_path / "file").stat().st_size == len(rates) * 2**22
 
 
 @pytest.mark.parametrize("fails", [False, True])

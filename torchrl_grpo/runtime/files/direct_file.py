@@ -25,8 +25,8 @@ _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP)
 # Bytes a second. What waits for a slower disk waits less for the page cache, at the cost of processor time.
 _SLOW = 250e6
-# Bytes after which a disk is judged.
-_ENOUGH = 4 * _BLOCK
+# Bytes of which the fastest block is compared with that. The others may have waited for a core.
+_JUDGED = 4 * _BLOCK
 
 
 class Written(NamedTuple):
@@ -59,7 +59,7 @@ class DirectFile:
         self._memory = memoryview(mmap.mmap(-1, _BLOCK))
         self._block: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
         self._filled = self._size = 0
-        self._seconds = 0.0
+        self._fastest = 0.0
         self._hasher = xxhash.xxh3_64()
         self._error: OSError | None = None
         self._descriptor = _open(path)
@@ -122,9 +122,11 @@ class DirectFile:
             _write_through_cache(self._descriptor)
             return 0
         self._size += count
-        self._seconds += time.perf_counter() - started
-        if self._size >= _ENOUGH and self._size < _SLOW * self._seconds and _is_direct(self._descriptor):
-            _write_through_cache(self._descriptor)
+        self._fastest = max(self._fastest, count / (time.perf_counter() - started))
+        if self._size % _JUDGED == 0:
+            if self._fastest < _SLOW:
+                _write_through_cache(self._descriptor)
+            self._fastest = 0.0
         return count
 
 
