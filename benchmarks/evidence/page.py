@@ -258,23 +258,20 @@ def measures_table(experiment: Experiment, records: Sequence[dict[str, Any]]) ->
 def _own_rows(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the rows of what responses earn beyond other prompts, and without repetition."""
     rows = []
-    for name, key, value in (
-        ("beyond other prompts", "dealt", lambda grades, dealt: grades - dealt),
-        ("without repetition", "repetitive", lambda grades, repetitive: grades * (1 - repetitive)),
-    ):
+    for name, key in (("beyond other prompts", "dealt"), ("without repetition", "repetitive")):
         values = {
-            arm: np.array(
-                [
-                    value(np.array([row["before"], row["after"]]), np.array(row[key]))
-                    for row in records
-                    if row["arm"] == arm
-                ]
-            )
+            arm: np.array([_own(row, key) for row in records if row["arm"] == arm])
             for arm in _measures_of_arms(experiment, records)
         }
         rises = [_mean(each[:, 1] - each[:, 0], signed=True) for each in values.values()]
         rows.append([name, f"{next(iter(values.values()))[:, 0].mean():.3f}", *rises])
     return rows
+
+
+def _own(record: dict[str, Any], key: str) -> Any:
+    """Return the grades ``[2, P]`` before and after, without what others or repetition earn."""
+    grades, other = np.array([record["before"], record["after"]]), np.array(record[key])
+    return grades - other if key == "dealt" else grades * (1 - other)
 
 
 def _measures_of_arms(experiment: Experiment, records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
