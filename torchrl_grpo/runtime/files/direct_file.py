@@ -10,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Bytes written at a time: few enough for a processor's cache, and enough to keep a remote file system busy.
 _BLOCK = 2**22
@@ -56,6 +58,9 @@ class DirectFile:
     """
 
     def __init__(self, path: Path) -> None:
+        # Commands that write nothing import this module, and need no numpy.
+        import numpy as np
+
         self._memory = memoryview(mmap.mmap(-1, _BLOCK))
         self._block: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
         self._filled = self._size = 0
@@ -71,6 +76,8 @@ class DirectFile:
 
     def write(self, data: bytes | memoryview | NDArray[np.uint8]) -> int:
         """Append bytes, and return their number."""
+        import numpy as np
+
         rest = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
         size = rest.size
         while rest.size:
