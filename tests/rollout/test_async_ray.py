@@ -145,10 +145,11 @@ def output(folder: Path) -> str:
 
 def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     freed, prestart = "RAY_free_objects_period_milliseconds", "RAY_prestart_worker_first_driver"
-    monkeypatch.delenv(freed, raising=False)
-    monkeypatch.delenv(prestart, raising=False)
+    niceness = "RAY_worker_niceness"
+    for variable in (freed, prestart, niceness):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    ours = {freed: "10", prestart: "0"}
+    ours = {freed: "10", prestart: "0", niceness: "0"}
     assert ray_pool.cluster_env([]) == ours
     assert ray_pool.cluster_env([1]) == {**ours, "CUDA_VISIBLE_DEVICES": "7"}
     with own_variables.temporary(ray_pool.cluster_env([1, 0])):
@@ -156,7 +157,8 @@ def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert freed not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv(freed, "1000")
-    assert ray_pool.cluster_env([2]) == {**ours, freed: "1000", "CUDA_VISIBLE_DEVICES": "2"}
+    monkeypatch.setenv(niceness, "7")
+    assert ray_pool.cluster_env([2]) == {**ours, freed: "1000", niceness: "7", "CUDA_VISIBLE_DEVICES": "2"}
 
 
 def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(

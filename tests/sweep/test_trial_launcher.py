@@ -130,23 +130,6 @@ def test_trials_that_run_save_themselves_when_the_sweep_is_asked_to_end(
     assert f"goes on with the same command and sweep.resume={tmp_path}" in capsys.readouterr().out
 
 
-def test_trials_have_the_priority_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-    monkeypatch.setattr(
-        ray_pool, "_start_local", lambda *_: seen.append(os.environ.get(ray_pool._NICENESS_VAR))
-    )
-    monkeypatch.setattr(ray_pool, "_disconnect", lambda: None)
-    monkeypatch.delenv("RAY_worker_niceness", raising=False)
-    with ray_pool.local_cluster(1, []):
-        pass
-    assert "RAY_worker_niceness" not in os.environ
-    # That of the user counts.
-    monkeypatch.setenv("RAY_worker_niceness", "7")
-    with ray_pool.local_cluster(1, []):
-        pass
-    assert seen == ["0", "7"] and os.environ[ray_pool._NICENESS_VAR] == "7"
-
-
 def test_a_trial_is_an_ordinary_command_in_its_own_folder(tmp_path: Path) -> None:
     trial = _Trial(tmp_path / "my sweep", "3", ["optimizer.lr=1e-4", "env=gsm8k", "seed=1"], OPTIONS)
     assert trial.command == [

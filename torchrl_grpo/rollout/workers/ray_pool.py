@@ -51,7 +51,7 @@ _FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
 # Ray also starts idle workers for the first tasks, up to one per core. Actors have an environment of their
 # own and never use them.
 _PRESTART_VAR = "RAY_prestart_worker_first_driver"
-# Ray lowers the priority of workers by 15.
+# Ray lowers the priority of workers by 15. On the cores of a busy trainer, they would only run while it waits.
 _NICENESS_VAR = "RAY_worker_niceness"
 _FOLDER_PREFIX = "grpo-ray-"
 # Longest rest of a socket's path in bytes, behind Ray's folder.
@@ -326,14 +326,10 @@ def _start_local(num_cpus: int, gpus: Sequence[int], folder: Folder | None) -> N
 
 @contextlib.contextmanager
 def local_cluster(num_cpus: int, gpus: Sequence[int]) -> Iterator[None]:
-    """Start a cluster on this machine with so many CPUs and these GPUs, and stop it at the end.
-
-    What its actors start has the priority of this process.
-    """
+    """Start a cluster on this machine with so many CPUs and these GPUs, and stop it at the end."""
     folder = _short_folder()
     try:
-        with own_variables.temporary({_NICENESS_VAR: os.environ.get(_NICENESS_VAR, "0")}):
-            _start_local(num_cpus, gpus, folder)
+        _start_local(num_cpus, gpus, folder)
         yield
     finally:
         _disconnect()
@@ -362,8 +358,8 @@ def cluster_env(gpus: Sequence[int]) -> dict[str, str]:
     """Return the environment for a Ray cluster that is started here.
 
     A variable of Ray that is already set keeps its value. Ray assigns the GPUs that its node process sees, so
-    the environment lists only ``gpus``.
+    the environment lists only ``gpus``. Actors, and what they start, have the priority of this process.
     """
-    defaults = {_FREE_PERIOD_VAR: "10", _PRESTART_VAR: "0"}
+    defaults = {_FREE_PERIOD_VAR: "10", _PRESTART_VAR: "0", _NICENESS_VAR: "0"}
     variables = {name: os.environ.get(name, default) for name, default in defaults.items()}
     return variables | (visible_gpus(gpus) if gpus else {})
