@@ -21,7 +21,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError
 from torchrl_grpo.observe.evaluation_files import Measured, difference, lm_eval
-from torchrl_grpo.observe.stats import mean_interval, paired_interval
+from torchrl_grpo.observe.stats import design_effect, mean_interval, paired_interval, wilson
 from torchrl_grpo.runtime.printable import printable
 from torchrl_grpo.training import job
 
@@ -289,6 +289,46 @@ def test_the_interval_of_a_paired_difference() -> None:
     assert 0.93 <= held / 2_000 <= 0.97
 
 
+def test_intervals_hold_where_questions_word_the_same_problem() -> None:
+    """240 questions of 40 problems, of which some have many wordings, and which are not equally hard."""
+    draw, trials, held = np.random.default_rng(0), 1_000, np.zeros(4)
+    for _ in range(trials):
+        sizes = draw.multinomial(200, draw.dirichlet(np.full(40, 3.0))) + 1
+        problems = np.repeat(np.arange(40), sizes).tolist()
+        chances = np.repeat(draw.uniform(0.4, 1.0, 40), sizes)
+        first, second = ((draw.random(240) < chances).astype(float).tolist() for _ in range(2))
+        effect = design_effect(first, problems)
+        intervals = [
+            wilson(sum(first) / effect, 240 / effect),
+            mean_interval(first, (), problems) or (0.0, 0.0),
+            paired_interval(list(zip(first, second, strict=True)), (), problems)[1],
+            wilson(sum(first), 240),
+        ]
+        truths = (0.7, 0.7, 0.0, 0.7)
+        held += [low <= truth <= high for (low, high), truth in zip(intervals, truths, strict=True)]
+    *by_problem, by_question = held / trials
+    assert all(0.92 <= share <= 0.98 for share in by_problem) and by_question < 0.9
+
+
+def test_wordings_that_are_answered_alike_say_as_much_as_their_problems() -> None:
+    values, problems = [1.0, 0.0, 1.0, 0.0, 1.0], "abcde"
+    alone = design_effect(values, problems)
+    assert alone == 1.0
+    # Three wordings of each. Few problems have the quantile of Student's t in place of the normal one.
+    quantiles = stats.t.ppf(0.975, 4) / stats.norm.ppf(0.975)
+    variances = [np.var(part, ddof=1) / len(part) for part in (values, values * 3)]
+    ratio = variances[0] / variances[1] * quantiles**2
+    assert design_effect(values * 3, problems * 3) == pytest.approx(ratio, rel=0.01)
+    # Nothing shows how alike they are where no answer differs.
+    assert design_effect([1.0] * 15, problems * 3) == pytest.approx(3 * quantiles**2, rel=0.01)
+    # One problem shows nothing of others.
+    assert design_effect([1.0, 0.0], "aa") == math.inf
+    assert mean_interval([1.0, 0.0], (), "aa") is None
+    assert paired_interval([(1.0, 0.5), (0.0, 0.5)], (), "aa") == (0.0, (-math.inf, math.inf))
+    low, high = paired_interval([(1.0, 0.0), (0.0, 0.0)], (), "aa")[1]
+    assert -1.0 < low < -0.5 and high == pytest.approx(0.98, abs=0.01)
+
+
 def of_losses(name: str, rows: list[tuple[float, int]]) -> Measured:
     loss = sum(grade * tokens for grade, tokens in rows) / sum(tokens for _, tokens in rows)
     problems = [{"id": str(at), "grade": grade, "tokens": tokens} for at, (grade, tokens) in enumerate(rows)]
@@ -328,3 +368,11 @@ def test_a_problem_with_several_responses_counts_once() -> None:
     assert entries["results"]["task"]["acc_stderr,none"] == pytest.approx(deviation)
     mean, (_, high) = difference(model, worse)
     assert mean == pytest.approx(2 / 3) and high - mean == pytest.approx(4.3 * deviation, rel=0.1)
+    # Of two of them that word one problem, the error and the interval are wider.
+    same = {"a": "x", "c": "x"}
+    first, second = (
+        Measured("", each.metrics, [{**row, "problem": same.get(row["id"], "y")} for row in each.rows])
+        for each in (model, worse)
+    )
+    assert lm_eval("task", {}, first)["results"]["task"]["acc_stderr,none"] > deviation
+    assert difference(first, second)[1][1] > high

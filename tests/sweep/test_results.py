@@ -113,6 +113,30 @@ def test_a_setting_of_which_a_trial_was_stopped_has_no_mean(tmp_path: Path) -> N
     )
 
 
+def test_wordings_of_a_problem_are_one_problem(tmp_path: Path) -> None:
+    accuracy = {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.5}
+    for name in ("alone", "worded"):
+        write_sweep(tmp_path / name, accuracy, seeds=3, problems=30)
+    for path in tmp_path.glob("*/*/evaluations.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        # Three more wordings of each problem, with equal grades.
+        more = [{**row, "id": f"{row['id']}-{number}"} for row in rows for number in range(3)]
+        if path.parts[-3] == "worded":
+            more = [{**row, "problem": row["id"].split("-")[0]} for row in more]
+            rows = [{**row, "problem": str(row["id"])} for row in rows]
+        write_lines(path, rows + more)
+    alone, worded = (compared(tmp_path / name)["optimizer.lr=2"] for name in ("alone", "worded"))
+    assert alone["difference"]["problems"] == 120 and worded["difference"]["problems"] == 30
+    assert worded["mean"] == pytest.approx(alone["mean"])
+    widths = [entry["interval"][1] - entry["interval"][0] for entry in (alone, worded)]
+    assert widths[0] < widths[1]
+    # They say no more than the problems alone.
+    write_sweep(tmp_path / "single", accuracy, seeds=3, problems=30)
+    single = compared(tmp_path / "single")["optimizer.lr=2"]
+    assert worded["interval"] == pytest.approx(single["interval"])
+    assert worded["difference"]["interval"] == pytest.approx(single["difference"]["interval"])
+
+
 def test_grades_that_are_not_the_metric_leave_the_seeds(tmp_path: Path) -> None:
     write_sweep(tmp_path, {"optimizer.lr=1": 0.4, "optimizer.lr=2": 0.7})
     (tmp_path / "0/evaluations.jsonl").write_text('{"step": 10, "id": 1, "grade": 7}\n')

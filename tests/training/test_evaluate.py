@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,20 @@ def test_accuracy_and_its_interval(tiny_model_dir: Path) -> None:
         == "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"
     )
     assert "eval/pass_at_1" not in metrics
+
+
+def test_wordings_of_a_problem_count_as_fewer_and_are_named_in_the_rows(tiny_model_dir: Path) -> None:
+    evaluator, engine = make(tiny_model_dir, [["yes"], ["no"], ["more"], ["b"]])
+    alone = evaluator(engine)
+    assert not any("problem" in row for row in alone.rows)
+    same = ("x", "x", "y", "")
+    evaluator.examples = [replace(each, identity=key) for each, key in zip(EXAMPLES, same, strict=True)]
+    worded = evaluator(engine)
+    first, second, third, fourth = (row.get("problem", row["id"]) for row in worded.rows)
+    assert first == second and len({first, third, fourth}) == 3 and fourth == "3"
+    assert worded.metrics["eval/accuracy"] == 0.5
+    assert worded.metrics["eval/accuracy_low"] < alone.metrics["eval/accuracy_low"]
+    assert worded.metrics["eval/accuracy_high"] > alone.metrics["eval/accuracy_high"]
 
 
 def test_each_response_is_decoded_once(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ asks for nothing but one.
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -39,6 +40,13 @@ def keys(example: Example, frames: Iterable[Frame] = ()) -> frozenset[str]:
 def group_key(example: Example) -> str:
     """Return the key by which wordings of a problem are held out together."""
     return spaced(example.identity) or question_key(example)
+
+
+def problem_name(example: Example) -> str:
+    """Return a short name that all wordings of a problem share: its id, if it has one wording."""
+    if not example.identity:
+        return example.id
+    return hashlib.blake2b(group_key(example).encode(), digest_size=8).hexdigest()
 
 
 def question_key(example: Example) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.observe.metrics import jsonable
-from torchrl_grpo.observe.stats import mean_interval, paired_interval
+from torchrl_grpo.observe.stats import design_effect, mean_interval, paired_interval
 from torchrl_grpo.runtime.package_versions import versions
 
 RESULTS, RESPONSES, LM_EVAL = "evaluation.json", "responses.jsonl", "lm_eval.json"
@@ -38,7 +38,7 @@ class Measured:
         names = ("eval/accuracy", "eval/primary", "eval/loss")
         name = next(name for name in names if name in self.metrics)
         if name == "eval/loss":
-            return self.metrics[name], mean_interval(*zip(*_by_problem(self).values(), strict=True))
+            return self.metrics[name], mean_interval(*zip(*_by_question(self).values(), strict=True))
         bounds = [self.metrics.get(f"{name}_{end}") for end in ("low", "high")]
         low, high = bounds
         return self.metrics[name], None if low is None or high is None else (low, high)
@@ -54,26 +54,29 @@ def difference(model: Measured, other: Measured) -> tuple[float, tuple[float, fl
 
     Problems count alike. Losses are per token, as those of the models: a problem counts by its tokens.
     """
-    results = [_by_problem(each) for each in (model, other)]
+    results = [_by_question(each) for each in (model, other)]
     # The problems are those of one configuration, but a judge may have failed on some.
     paired = [[each[id] for each in results] for id in results[0] if id in results[1]]
     return paired_interval(
         [(first[0], second[0]) for first, second in paired],
         [(first[1], second[1]) for first, second in paired],
+        [first[2] for first, _ in paired],
     )
 
 
-def _by_problem(model: Measured) -> dict[str, tuple[float, float]]:
-    """Return the mean grade of each problem, which may have several responses, and its weight."""
+def _by_question(model: Measured) -> dict[str, tuple[float, float, str]]:
+    """Return the mean grade of each question over its responses, its weight and its problem."""
     grades: dict[str, list[float]] = {}
     tokens: dict[str, float] = {}
+    problems: dict[str, str] = {}
     for row in model.rows:
         if "grade" not in row:
             continue
         grades.setdefault(row["id"], []).append(row["grade"])
         # The loss of a solution is a mean over its tokens.
         tokens[row["id"]] = row.get("tokens", 1)
-    return {id: (sum(values) / len(values), tokens[id]) for id, values in grades.items()}
+        problems[row["id"]] = row.get("problem", row["id"])
+    return {id: (sum(values) / len(values), tokens[id], problems[id]) for id, values in grades.items()}
 
 
 def write(folder: Path, task: str, config: Mapping[str, Any], models: Sequence[Measured]) -> None:
@@ -129,11 +132,13 @@ def lm_eval(task: str, config: Mapping[str, Any], model: Measured) -> dict[str, 
 
 
 def _standard_error(model: Measured) -> float | str:
-    values = [grade for grade, _ in _by_problem(model).values()]
+    questions = _by_question(model).values()
+    values, problems = [grade for grade, *_ in questions], [problem for *_, problem in questions]
     if len(values) < 2:
         return "N/A"
     mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
+    return math.sqrt(variance * design_effect(values, problems))
 
 
 def _write(path: Path, entries: Mapping[str, Any]) -> None:

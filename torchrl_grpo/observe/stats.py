@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the standard normal distribution."""
 
 
-def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
+def wilson(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
     """Wilson score interval of a proportion (Wilson 1927), without continuity correction.
 
     Unlike the textbook interval ``p +- z sqrt(p (1-p) / n)`` it stays inside [0, 1] and is not empty at 0 or
@@ -23,7 +24,7 @@ def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
 
     Args:
         successes: number of successes; a fraction if single results are fractions.
-        n: number of trials; without any the interval is (0, 1).
+        n: number of trials, or the effective one (:func:`design_effect`); without any the interval is (0, 1).
         z: quantile of the normal distribution; by default for 95 %.
 
     Returns:
@@ -46,8 +47,41 @@ def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
     return low, high
 
 
+def design_effect(values: Sequence[float], problems: Sequence[Hashable]) -> float:
+    """Return by what number of questions is divided if some of them are wordings of the same problem.
+
+    Wordings of a problem are answered alike, so their mean varies more than that of as many different
+    problems (design effect: Kish, Survey Sampling, 1965). Few problems show this variance less exactly, so it
+    also has the ratio of Student's quantile to the normal one.
+
+    Args:
+        values: results ``[n]`` of questions.
+        problems: the problem of each.
+
+    Returns:
+        1 if all problems are different, more if not, and infinity for wordings of a single problem.
+    """
+    n, members = len(values), Counter(problems)
+    if len(members) == n:
+        return 1.0
+    if len(members) == 1:
+        return math.inf
+    mean = sum(values) / n
+    sums: dict[Hashable, float] = dict.fromkeys(members, 0.0)
+    for value, problem in zip(values, problems, strict=True):
+        sums[problem] += value - mean
+    of_questions = sum((value - mean) ** 2 for value in values) * n / (n - 1)
+    of_problems = sum(value**2 for value in sums.values()) * len(members) / (len(members) - 1)
+    # Without differences nothing shows how alike wordings are: then as if they were always answered alike.
+    alike = sum(count**2 for count in members.values()) / n
+    effect = of_problems / of_questions if of_questions else alike
+    return max(1.0, effect) * (_t_95(len(members) - 1) / Z_95) ** 2
+
+
 def paired_interval(
-    pairs: Sequence[tuple[float, float]], weights: Sequence[tuple[float, float]] = ()
+    pairs: Sequence[tuple[float, float]],
+    weights: Sequence[tuple[float, float]] = (),
+    problems: Sequence[Hashable] = (),
 ) -> tuple[float, tuple[float, float]]:
     """Return the difference of the means of pairs, first minus second, and its 95 % interval.
 
@@ -56,25 +90,41 @@ def paired_interval(
     t distribution over pairs.
 
     Args:
-        pairs: results of two models on the same problems, at least one.
+        pairs: results of two models on the same questions, at least one.
         weights: weights of the results in the two means, such as numbers of tokens; equal by default.
+        problems: the problem of each question; each has its own by default.
     """
     n = len(pairs)
     values = zip(*pairs, strict=True)
     of_models = zip(*(weights or [(1.0, 1.0)] * n), strict=True)
     (first, first_parts), (second, second_parts) = map(_deviations, values, of_models)
     mean = first - second
+    parts = [a - b for a, b in zip(first_parts, second_parts, strict=True)]
+    effect = design_effect(parts, problems or range(n))
     if {*weights} <= {(1, 1)} and all(value in (0.0, 1.0) for pair in pairs for value in pair):
         differences = [a - b for a, b in pairs]
-        gained, lost = differences.count(1.0) + 0.5, differences.count(-1.0) + 0.5
-        center, size = (gained - lost) / (n + 2), n + 2
+        gained, lost = (differences.count(sign) / effect + 0.5 for sign in (1.0, -1.0))
+        size = n / effect + 2
+        center = (gained - lost) / size
         half = Z_95 * math.sqrt((gained + lost) / size - center**2) / math.sqrt(size)
         return mean, (max(-1.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
-    if n == 1:
-        return mean, (-math.inf, math.inf)
-    variance = sum((a - b) ** 2 for a, b in zip(first_parts, second_parts, strict=True)) / (n - 1)
-    half = _t_95(n - 1) * math.sqrt(variance / n)
+    half = _half(parts, problems)
     return mean, (mean - half, mean + half)
+
+
+def _half(deviations: Sequence[float], problems: Sequence[Hashable]) -> float:
+    """Return half the width of the interval of a mean by Student's t distribution; infinity for one problem.
+
+    Args:
+        deviations: deviation of each question, see :func:`_deviations`.
+        problems: the problem of each; each has its own by default.
+    """
+    n = len(deviations)
+    if n == 1:
+        return math.inf
+    variance = sum(deviation**2 for deviation in deviations) / (n - 1) / n
+    effect = design_effect(deviations, problems or range(n))
+    return math.inf if math.isinf(effect) else _t_95(n - 1) * math.sqrt(variance * effect)
 
 
 def _deviations(values: Sequence[float], weights: Sequence[float]) -> tuple[float, list[float]]:
@@ -89,19 +139,21 @@ def _deviations(values: Sequence[float], weights: Sequence[float]) -> tuple[floa
     return mean, [weight * (value - mean) / scale for value, weight in zip(values, weights, strict=True)]
 
 
-def mean_interval(values: Sequence[float], weights: Sequence[float] = ()) -> tuple[float, float] | None:
-    """95 % interval of a mean by Student's t distribution; None for fewer than two values.
+def mean_interval(
+    values: Sequence[float], weights: Sequence[float] = (), problems: Sequence[Hashable] = ()
+) -> tuple[float, float] | None:
+    """95 % interval of a mean by Student's t distribution; None for fewer than two problems.
 
     Args:
-        values: results of problems.
+        values: results of questions.
         weights: weights of the results in the mean; equal by default.
+        problems: the problem of each question; each has its own by default.
     """
-    n = len(values)
-    if n < 2:
+    if not values:
         return None
-    mean, deviations = _deviations(values, weights or [1.0] * n)
-    half = _t_95(n - 1) * math.sqrt(sum(deviation**2 for deviation in deviations) / (n - 1) / n)
-    return mean - half, mean + half
+    mean, deviations = _deviations(values, weights or [1.0] * len(values))
+    half = _half(deviations, problems)
+    return None if math.isinf(half) else (mean - half, mean + half)
 
 
 def _t_95(freedom: int) -> float:

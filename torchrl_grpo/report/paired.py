@@ -16,7 +16,7 @@ from torchrl_grpo.observe.stats import paired_interval
 from torchrl_grpo.report.columns import MOST_PARTS, number
 from torchrl_grpo.report.held_out import MOST_PROBLEMS
 from torchrl_grpo.report.lines import GrowingFile
-from torchrl_grpo.report.texts import problem_id, shorten
+from torchrl_grpo.report.texts import problem_id, problem_name, shorten
 
 # Names of what the grader gave, and of the weighted sum of rewards. Other names are those of rewards.
 Name = tuple[str, ...]
@@ -30,6 +30,7 @@ class Answers:
 
     Attributes:
         prompt: hash of the prompt.
+        problem: name that all wordings of the problem share.
         samples: number of responses.
         tokens: number of tokens that the loss of a solution is the mean of, and 1 for other grades.
         sums: sums of the grades and rewards by name.
@@ -37,6 +38,7 @@ class Answers:
     """
 
     prompt: int
+    problem: str
     samples: int = 0
     tokens: float = 1.0
     sums: dict[Name, float] = field(default_factory=dict)
@@ -94,7 +96,7 @@ def read_answers(run_dir: Path, step: int) -> dict[str, Answers]:
     for row in _rows(run_dir, step):
         id = problem_id(row)
         if id in answers or len(answers) < MOST_PROBLEMS:
-            answers.setdefault(id, Answers(hash(str(row.get("prompt", ""))))).take(row)
+            answers.setdefault(id, Answers(hash(str(row.get("prompt", ""))), problem_name(row))).take(row)
     return answers
 
 
@@ -157,6 +159,7 @@ def differences(
         if name in without:
             continue
         both = [(second[id], first[id]) for id in ids if name in first[id].sums and name in second[id].sums]
+        problems = [base.problem for _, base in both]
         pairs = [(later.mean(name), base.mean(name)) for later, base in both]
         if name == GRADE:
             grades = pairs
@@ -165,7 +168,7 @@ def differences(
             grades = None
             continue
         weights = [(later.tokens, base.tokens) for later, base in both] if name == GRADE else []
-        mean, (low, high) = paired_interval(pairs, weights)
+        mean, (low, high) = paired_interval(pairs, weights, problems)
         results[name] = Difference(
             _mean([pair[1] for pair in pairs], [weight[1] for weight in weights]),
             _mean([pair[0] for pair in pairs], [weight[0] for weight in weights]),

@@ -25,8 +25,16 @@ def shorten(text: str) -> str:
 
 
 def problem_id(row: Mapping[str, Any]) -> str:
-    """Return the id of the problem of a line of ``evaluations.jsonl``. A long one ends in a checksum."""
-    id = str(row.get("id"))
+    """Return the id of the question of a line of ``evaluations.jsonl``. A long one ends in a checksum."""
+    return _short(str(row.get("id")))
+
+
+def problem_name(row: Mapping[str, Any]) -> str:
+    """Return the name that all wordings of a problem share: without one, the id of the question."""
+    return _short(str(row.get("problem", row.get("id"))))
+
+
+def _short(id: str) -> str:
     if len(id) <= _LONGEST_ID:
         return id
     checksum = hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()

@@ -163,12 +163,20 @@ def _state(trial: Trial) -> str:
 def _matrix(columns: Sequence[Sequence[Trial]]) -> statistics.Values:
     """Return values ``[S, P]`` of a setting, or differences of two; P is 1 without grades of problems."""
     trials = [trial for column in columns for trial in column]
-    problems = trials[0].grades.keys()
-    if problems and all(trial.grades.keys() == problems for trial in trials):
-        parts = [np.array([[trial.grades[id] for id in problems] for trial in column]) for column in columns]
-    else:
-        parts = [np.array([[trial.values[-1]] for trial in column]) for column in columns]
-    return np.asarray(parts[0] if len(parts) == 1 else parts[0] - parts[1], dtype=np.float64)
+    first = trials[0]
+    is_graded = first.grades and all(trial.grades.keys() == first.grades.keys() for trial in trials)
+    parts = [
+        np.array(
+            [
+                [trial.grades[id] for id in first.grades] if is_graded else [trial.values[-1]]
+                for trial in column
+            ],
+            dtype=np.float64,
+        )
+        for column in columns
+    ]
+    values: statistics.Values = parts[0] if len(parts) == 1 else parts[0] - parts[1]
+    return statistics.of_problems(values, list(first.problems.values())) if is_graded else values
 
 
 def _mean_of(values: statistics.Values) -> tuple[float, list[float] | None]:

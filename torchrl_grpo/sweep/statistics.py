@@ -11,6 +11,7 @@ of Student's t distribution with Satterthwaite's degrees of freedom, held in 95 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,24 @@ def variance(values: Values) -> Variance:
         freedom = np.where(terms > 0, (first + second) ** 2 / terms, remaining)
     cells = seeds * problems
     return Variance(first / cells, second / cells, np.maximum(freedom, 1.0))
+
+
+def of_problems(values: Values, problems: Sequence[Hashable]) -> Values:
+    """Return values ``[S, P]`` of problems that are asked in several wordings. Means of seeds stay the same.
+
+    Wordings of a problem say less than as many problems. The mean over questions is a ratio, of sums over
+    problems, so each problem has the sum of its deviations (linearization of a ratio: Cochran, Sampling
+    Techniques, 1977, chapter 6).
+
+    Args:
+        values: values ``[S, Q]`` of S seeds on Q questions.
+        problems: the problem of each question.
+    """
+    numbers = {problem: number for number, problem in enumerate(dict.fromkeys(problems))}
+    members = np.zeros((len(problems), len(numbers)))
+    members[range(len(problems)), [numbers[problem] for problem in problems]] = 1
+    means = values.mean(-1, keepdims=True)
+    return np.asarray(means + (values - means) @ members * len(numbers) / len(problems), np.float64)
 
 
 def interval(values: Values, level: float = LEVEL) -> tuple[Values, Values]:

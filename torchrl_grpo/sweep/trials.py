@@ -45,7 +45,8 @@ class Trial:
         steps: steps of the evaluations.
         values: held-out value of each; larger is better.
         bounds: 95 % interval of each over problems.
-        grades: mean grade of each held-out problem in the last evaluation; empty if they are not recorded.
+        grades: mean grade of each held-out question in the last evaluation; empty if they are not recorded.
+        problems: the problem of each of these questions.
         last_step: last step of the metrics.
     """
 
@@ -58,6 +59,7 @@ class Trial:
     values: list[float] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
     grades: dict[str, float] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
     last_step: int = -1
 
     @property
@@ -110,7 +112,7 @@ def read_trial(folder: Path, *, with_grades: bool = True) -> Trial:
     elif (folder / STOPPED).is_file():
         trial.state = STOPPED_EARLY
     if trial.steps and with_grades:
-        trial.grades = _grades(folder / EVALUATIONS, trial.steps[-1], trial.values[-1])
+        trial.grades, trial.problems = _grades(folder / EVALUATIONS, trial.steps[-1], trial.values[-1])
     return trial
 
 
@@ -162,15 +164,19 @@ def _yaml(path: Path) -> Any:
         return None
 
 
-def _grades(path: Path, step: int, value: float) -> dict[str, float]:
-    """Return the mean grade of each problem at a step; empty if their mean is not the held-out value.
+def _grades(path: Path, step: int, value: float) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the mean grade of each question at a step, and its problem.
 
-    That of a loss counts problems by their tokens.
+    Both are empty if the mean of the grades is not the held-out value. That of a loss counts questions by
+    their tokens.
     """
     grades: dict[str, list[float]] = {}
+    problems: dict[str, str] = {}
     for row in GrowingFile(path).new_lines(skip_falls=True):
         if row["step"] == step and math.isfinite(grade := number(row.get("grade"))):
-            grades.setdefault(json.dumps(row.get("id")), []).append(grade)
+            id = json.dumps(row.get("id"))
+            grades.setdefault(id, []).append(grade)
+            problems[id] = json.dumps(row.get("problem", row.get("id")))
     means = {id: sum(values) / len(values) for id, values in grades.items()}
     is_value = bool(means) and abs(sum(means.values()) / len(means) - value) < _ROUNDING
-    return means if is_value else {}
+    return (means, problems) if is_value else ({}, {})

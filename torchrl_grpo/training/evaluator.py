@@ -14,11 +14,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.identity import problem_name
 from torchrl_grpo.data.pictures import by_name
 from torchrl_grpo.envs.chat import check_length, prompt_pictures, render
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.inference.protocol import Completion, Inference, PromptPictures, Sampling
-from torchrl_grpo.observe.stats import mean_interval, pass_at_k, wilson
+from torchrl_grpo.observe.stats import design_effect, mean_interval, pass_at_k, wilson
 from torchrl_grpo.rewards.graders import ANY_NUMBER, CountingGrader, Graded
 from torchrl_grpo.runtime.rng import derive_seed
 
@@ -116,24 +117,25 @@ class Evaluator:
             of_problems = [
                 [grade.metrics[name] for grade in group if name in grade.metrics] for group in grades
             ]
-            pairs = [
-                (_mean(of_problem), weight[name])
-                for of_problem, weight in zip(of_problems, weights, strict=True)
+            graded = [
+                (_mean(of_problem), weight[name], problem_name(example))
+                for of_problem, weight, example in zip(of_problems, weights, self.examples, strict=True)
                 if of_problem
             ]
-            values = [value for value, _ in pairs]
-            total = sum(weight for _, weight in pairs)
+            values, problems = [value for value, _, _ in graded], [problem for *_, problem in graded]
+            total = sum(weight for _, weight, _ in graded)
             if total == 0:
                 # A part of a mixture without held-out problems, or judges failed on all responses.
                 continue
-            right = sum(value * weight for value, weight in pairs)
+            right = sum(value * weight for value, weight, _ in graded)
             metrics[f"eval/{name}"] = right / total
             if name != self.grader.primary:
                 continue
-            if name == ANY_NUMBER and (bounds := mean_interval(values)) is not None:
+            if name == ANY_NUMBER and (bounds := mean_interval(values, (), problems)) is not None:
                 metrics |= {"eval/primary_low": bounds[0], "eval/primary_high": bounds[1]}
             if name != ANY_NUMBER or all(value in (0.0, 1.0) for group in of_problems for value in group):
-                low, high = wilson(right, round(total))
+                effect = design_effect(values, problems)
+                low, high = wilson(right / effect, round(total) / effect)
                 metrics |= {
                     "eval/accuracy": right / total,
                     "eval/accuracy_low": low,
@@ -188,6 +190,8 @@ class Evaluator:
             weights = self.grader.weights(example)
             for text, completion, grade in zip(texts, group, judged, strict=True):
                 row: dict[str, Any] = {"id": example.id, "prompt": prompt, "response": text}
+                if (problem := problem_name(example)) != example.id:
+                    row["problem"] = problem
                 own = grade.score.parts
                 row["rewards"] = own or {name: grade.metrics[name] for name in weights if weights[name]}
                 if own:

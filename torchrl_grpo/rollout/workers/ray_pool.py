@@ -51,7 +51,7 @@ _FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
 # Ray also starts idle workers for the first tasks, up to one per core. Actors have an environment of their
 # own and never use them.
 _PRESTART_VAR = "RAY_prestart_worker_first_driver"
-# Ray lowers the priority of workers by 15. On the cores of a busy trainer, they would only run while it waits.
+# Ray lowers the priority of workers by 15. On the cores of a busy trainer they would run only while it waits.
 _NICENESS_VAR = "RAY_worker_niceness"
 _FOLDER_PREFIX = "grpo-ray-"
 # Longest rest of a socket's path in bytes, behind Ray's folder.
