@@ -32,6 +32,7 @@ _CORRECTIONS: dict[str, Sequence[str]] = {
     "masked": ("policy.proximal=trainer", "policy.correction=mask", "policy.correction_floor=0.5"),
     "decoupled": ("policy.proximal=trainer", "policy.correction=mask", "policy.correction_floor=0.0"),
 }
+_CORRECTED = tuple(name for name in _CORRECTIONS if name != "no correction")
 # Both come to 0.5 within a few steps, so both are graded after each.
 _SHORT_REVERSAL = tuple(
     word
@@ -41,7 +42,12 @@ _SHORT_REVERSAL = tuple(
 
 
 def _sums(
-    claim: str, refuted_by: str, arms: Mapping[str, Sequence[str]], script: str = _GRPO, outcome: str = ""
+    claim: str,
+    refuted_by: str,
+    arms: Mapping[str, Sequence[str]],
+    script: str = _GRPO,
+    outcome: str = "",
+    contrasts: Sequence[tuple[str, str]] = (),
 ) -> Experiment:
     """Return a comparison on sums, at equal numbers of steps. The first arm alone evaluates the model before.
 
@@ -51,13 +57,22 @@ def _sums(
         arms: words of each arm.
         script: script that runs them.
         outcome: see :class:`Experiment`.
+        contrasts: see :class:`Experiment`.
     """
     common = ("--config-name=grpo_quickstart", "eval.num_problems=300", "train.checkpoint_frequency=0")
     stages = {
         name: (Stage(script, (*common, *words, *(["eval.at_start=false"] if number else []))),)
         for number, (name, words) in enumerate(arms.items())
     }
-    return Experiment(claim, refuted_by, stages, seeds=_SEEDS, outcome=outcome)
+    return Experiment(
+        claim,
+        refuted_by,
+        stages,
+        seeds=_SEEDS,
+        outcome=outcome,
+        contrasts=contrasts,
+        times_steps=script == _ASYNC,
+    )
 
 
 def _beside_trl(task: str, words: Sequence[str], reach: float, outcome: str) -> Experiment:
@@ -78,6 +93,7 @@ def _beside_trl(task: str, words: Sequence[str], reach: float, outcome: str) -> 
             "this project": (Stage(_GRPO, tuple(words)),),
             "TRL": (Stage("benchmarks/evidence/with_trl.py", (*words, "eval.at_start=false")),),
         },
+        times_steps=True,
         reach=reach,
         outcome=outcome,
     )
@@ -104,6 +120,10 @@ EXPERIMENTS: dict[str, Experiment] = {
             },
         },
         script=_ASYNC,
+        contrasts=(
+            ("age 4, no correction", "age 1, no correction"),
+            *((f"age {age}, {name}", f"age {age}, no correction") for age in (1, 4) for name in _CORRECTED),
+        ),
     ),
     "TRL": _beside_trl(
         "the sums of the quick start",

@@ -29,6 +29,8 @@ class Experiment:
         outcome: what the results say of the claim; empty until there are some.
         needs: GPU that it needs, with the peak and the hours that the planner predicts; empty for a CPU.
         once: further words of the first arm's run with seed 0, for what is too slow for every seed.
+        contrasts: further pairs of arms. The page has the difference of the first to the second.
+        times_steps: whether seconds are those of steps alone, and the picture has an axis of them.
         reach: held-out value; the table has the responses and seconds that each arm takes to it. None for no
             such columns.
         measures: names of further held-out values of an evaluation, such as ``prompt_loose``. A second table
@@ -49,6 +51,8 @@ class Experiment:
     outcome: str = ""
     needs: str = ""
     once: Sequence[str] = ()
+    contrasts: Sequence[tuple[str, str]] = ()
+    times_steps: bool = False
     reach: float | None = None
     measures: Sequence[str] = ()
     policies: Mapping[str, Policy] = field(default_factory=dict)

@@ -39,7 +39,8 @@ FOLDER then has the raw responses (`rollouts.jsonl`, `evaluations.jsonl`), and `
 has commands (older ones without long values), versions, machine, the curve of each run, and the grade of
 each held-out problem. Held-out problems are never trained on.
 
-Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). A difference is that to the
+Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). Questions that ask the same in
+other words are one problem. A difference is that to the
 first arm, on the same seeds and problems; that of responses to a value is over seeds alone. *Form* is the
 share of answers in the right form. *Best of 8* is pass@8: whether any of eight answers, sampled at
 temperature 1, is right. Seconds are those of each command of an arm, with its start and its evaluations
@@ -100,22 +101,25 @@ def _waiting(experiments: Mapping[str, Experiment]) -> str:
 
 def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the rows of an experiment's table, an arm each."""
+    problems = records[0]["problems"]
     arms = [arm for arm in experiment.arms if any(record["arm"] == arm for record in records)]
     grades = {arm: {row["seed"]: row for row in records if row["arm"] == arm} for arm in arms}
     rows = []
     for arm in arms:
         own = grades[arm]
         before, after = (np.array([run[key] for run in own.values()]) for key in ("before", "after"))
-        cells = [arm, str(len(own)), _mean(after), _mean(after - before, signed=True)]
+        cells = [arm, str(len(own)), _mean(after, problems)]
+        cells.append(_mean(after - before, problems, signed=True))
         shared = [seed for seed in own if seed in grades[arms[0]]]
         pairs = np.array([np.subtract(own[seed]["after"], grades[arms[0]][seed]["after"]) for seed in shared])
-        cells.append("" if arm == arms[0] or not shared else _mean(pairs, signed=True))
+        cells.append("" if arm == arms[0] or not shared else _mean(pairs, problems, signed=True))
         if experiment.shape:
             cells.append(f"{np.mean([run['formed'][1] for run in own.values()]):.2f}")
+        if _has_ages(records):
+            cells.append(f"{np.mean([run['age'] for run in own.values()]):.2f}")
         if experiment.reach is not None:
             cells += _reached(experiment.reach, own, grades[arms[0]])
-        # Beside TRL, whose models are graded after it has trained, the seconds of steps count alone.
-        timed = [run["seconds"] if experiment.reach is None else run["clock"][-1:] for run in own.values()]
+        timed = [run["clock"][-1:] if experiment.times_steps else run["seconds"] for run in own.values()]
         stages = np.mean(timed, axis=0)
         cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
@@ -128,7 +132,8 @@ def _policy_rows(first: Mapping[int, Any], columns: int) -> list[list[str]]:
     after = np.array([run["after"] for run in first.values()])
     rows = []
     for name, (grades, _) in measured.items():
-        cells = [f"no model: {name}", "", f"{np.mean(grades):.3f}", "", _mean(grades - after, signed=True)]
+        lead = _mean(grades - after, next(iter(first.values()))["problems"], signed=True)
+        cells = [f"no model: {name}", "", f"{np.mean(grades):.3f}", "", lead]
         rows.append(cells + [""] * (columns - len(cells)))
     return rows
 
@@ -164,12 +169,18 @@ def _reached(value: float, own: Mapping[int, Any], first: Mapping[int, Any]) -> 
     return [responses, seconds]
 
 
-def _mean(values: Any, signed: bool = False) -> str:
-    """Return the mean of values ``[S, P]`` with its interval, if there are several seeds."""
+def _mean(values: Any, problems: Sequence[int] | None = None, signed: bool = False) -> str:
+    """Return a mean with its interval, if there are several seeds.
+
+    Args:
+        values: values ``[S, Q]`` of S seeds on Q questions.
+        problems: number of each question's problem; None if each has one of its own.
+        signed: whether it is a difference.
+    """
     sign = "+" if signed else ""
     if len(values) < 2:
         return f"{values.mean():{sign}.3f}"
-    mean, half = statistics.interval(values)
+    mean, half = statistics.interval(values if problems is None else statistics.of_problems(values, problems))
     low, high = max(mean - half, -1.0 if signed else 0.0), min(mean + half, 1.0)
     return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
@@ -177,7 +188,7 @@ def _mean(values: Any, signed: bool = False) -> str:
 def start(experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
     """Return the sentences about the model before training, with which all arms begin, and about pass@8."""
     first = [record for record in records if record["arm"] == next(iter(experiment.arms))]
-    text = f"Before training: {_mean(np.array([run['before'] for run in first]))}"
+    text = f"Before training: {_mean(np.array([run['before'] for run in first]), records[0]['problems'])}"
     if experiment.shape:
         text += f", and {np.mean([run['formed'][0] for run in first]):.2f} in the right form"
     if best := [run["passes"] for run in first if "passes" in run]:
@@ -191,10 +202,13 @@ def start(experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
 def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
     columns = ["arm", "seeds", "after", "rise", "difference"]
     columns += ["form"] if experiment.shape else []
+    columns += ["mean age"] if _has_ages(records) else []
     if experiment.reach is not None:
         columns += [f"responses to {experiment.reach}", f"seconds to {experiment.reach}"]
-    columns.append("seconds" if experiment.reach is None else "seconds of all steps")
+    columns.append("seconds of all steps" if experiment.times_steps else "seconds")
     tables = _markdown(columns, table(experiment, records))
+    if contrasts := _contrasts(experiment, records):
+        tables += [f"Further differences: {contrasts}.\n"]
     if warned := _findings(records):
         tables += [f"`grpo-doctor` warns of some runs: {warned}.\n"]
     if experiment.measures:
@@ -211,12 +225,35 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"{start(experiment, records)}\n",
             *tables,
             f"{experiment.outcome}\n",
-            f"{len(records[0]['ids'])} held-out problems; "
-            f"[records](../benchmarks/evidence/records/{name}.json).",
+            f"{_count(records[0]['problems'])}; [records](../benchmarks/evidence/records/{name}.json).",
             "",
             f"![learning curves](pictures/evidence-{name}.svg)\n",
         ]
     )
+
+
+def _count(problems: Sequence[int]) -> str:
+    """Return how many held-out problems there are, and in how many questions if these are more."""
+    count = len(set(problems))
+    return f"{count} held-out problems" + (f" in {len(problems)} questions" if count < len(problems) else "")
+
+
+def _has_ages(records: Sequence[dict[str, Any]]) -> bool:
+    """Whether responses of some runs were older than the policy that trained on them."""
+    return any(run.get("age") for run in records)
+
+
+def _contrasts(experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
+    """Return the differences between the pairs of arms that have runs with the same seeds."""
+    after = {(run["arm"], run["seed"]): np.array(run["after"]) for run in records}
+    shown = []
+    for pair in experiment.contrasts:
+        first, second = ({seed for arm, seed in after if arm == name} for name in pair)
+        if shared := sorted(first & second):
+            values = np.array([after[pair[0], seed] - after[pair[1], seed] for seed in shared])
+            difference = _mean(values, records[0]["problems"], signed=True)
+            shown.append(f"{pair[0]} to {pair[1]} {difference}")
+    return "; ".join(shown)
 
 
 def _policies_beyond(records: Sequence[dict[str, Any]]) -> str:
@@ -263,7 +300,8 @@ def _own_rows(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list
             arm: np.array([_own(row, key) for row in records if row["arm"] == arm])
             for arm in _measures_of_arms(experiment, records)
         }
-        rises = [_mean(each[:, 1] - each[:, 0], signed=True) for each in values.values()]
+        problems = records[0]["problems"]
+        rises = [_mean(each[:, 1] - each[:, 0], problems, signed=True) for each in values.values()]
         rows.append([name, f"{next(iter(values.values()))[:, 0].mean():.3f}", *rises])
     return rows
 
@@ -308,14 +346,14 @@ def _lower(text: str) -> str:
 def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draw the mean held-out value of each arm, between its lowest and its highest seed.
 
-    The axis is that of optimizer steps. With ``reach`` there is one of seconds beside it, with a thin line
-    for each seed.
+    The axis is that of optimizer steps. With ``times_steps`` there is one of seconds beside it, with a thin
+    line for each seed.
     """
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = name
     panels = {"steps": "optimizer steps"}
-    if experiment.reach is not None:
+    if experiment.times_steps:
         panels["clock"] = "seconds of generating and training"
     figure, each_axes = pyplot.subplots(1, len(panels), figsize=(6, 3.2), sharey=True, squeeze=False)
     for axes, (across, title) in zip(each_axes[0], panels.items(), strict=True):

@@ -23,6 +23,9 @@ from torchrl_grpo.sweep.trials import read_trial, recorded_overrides
 _ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent / "records"
 _SAMPLES = 4
+# What all records of an experiment have in common: ids of the held-out questions, and the number of the
+# problem of each.
+_SHARED = ("ids", "problems")
 _ABSOLUTE = re.compile(r"(?<![\w./])(/[\w.+-]+){2,}")
 
 
@@ -75,9 +78,12 @@ def read_record(
         "values": trial.values,
         "clock": _clock(last, trial.steps),
         "ids": ids,
+        "problems": _problems(rows_after),
         "before": [before[id][0] for id in ids],
         "after": [after[id][0] for id in ids],
     }
+    if ages := [row["policy/age_mean"] for row in _steps(last) if "policy/age_mean" in row]:
+        record["age"] = sum(ages) / len(ages)
     if experiment.keeps_samples:
         record["samples"] = _samples(rows_before, rows_after)
     if experiment.shape:
@@ -97,6 +103,14 @@ def read_record(
             for name in experiment.measures
         }
     return record
+
+
+def _problems(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the number of each question's problem, in the order of their ids. Wordings of one share it."""
+    names = {row["id"]: row.get("problem", row["id"]) for row in rows}
+    keys = [names[id] for id in sorted(names)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
 
 
 def _command(stage: Stage, run: Path, folder: Path) -> str:
@@ -187,11 +201,12 @@ def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     content = json.loads(path.read_text())
-    return [{**record, "ids": content["ids"]} for record in content["runs"]]
+    shared = {key: content[key] for key in _SHARED}
+    return [{**record, **shared} for record in content["runs"]]
 
 
 def save(name: str, records: Sequence[dict[str, Any]], folder: Path = FOLDER) -> None:
-    """Write the records of an experiment, one a line. Problems are named once.
+    """Write the records of an experiment, one a line. What all share is written once.
 
     Raises:
         ValueError: two runs were not measured on the same problems.
@@ -203,6 +218,9 @@ def save(name: str, records: Sequence[dict[str, Any]], folder: Path = FOLDER) ->
             "they are not compared; move this file away to begin a record of your own"
         )
     folder.mkdir(exist_ok=True)
-    rows = [json.dumps({key: value for key, value in record.items() if key != "ids"}) for record in records]
+    shared = ",\n".join(f'"{key}": {json.dumps(records[0][key])}' for key in _SHARED)
+    rows = [
+        json.dumps({key: value for key, value in record.items() if key not in _SHARED}) for record in records
+    ]
     lines = ",\n".join(rows)
-    path.write_text(f'{{"ids": {json.dumps(ids)},\n"runs": [\n{lines}\n]}}\n')
+    path.write_text(f'{{{shared},\n"runs": [\n{lines}\n]}}\n')

@@ -77,6 +77,7 @@ def _task(
         seeds,
         outcome,
         once=(f"eval.pass_at_k={_BEST_OF}", "eval.temperature=1.0"),
+        contrasts=(("SFT, then GRPO", "SFT"),),
     )
 
 
@@ -161,6 +162,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "reward for form teaches. The second part is refuted: 128 written solutions teach more, and GRPO "
         "after them adds little. GRPO is for tasks whose answers can be checked and whose solutions nobody "
         "has written.",
+        contrasts=(("SFT, then GRPO", "SFT"),),
     ),
     "distillation": Experiment(
         "A model that GRPO trained teaches its base at least 0.9 of its accuracy on the base's own text.",
@@ -196,8 +198,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "The claim holds, with a fourth seed because three left the random reward undecided, so intervals "
         "are too narrow. One seed of the random reward came to 0.340 by answering mostly the first name. "
         "That is right on 0.403 of the problems, and GRPO is above it by +0.084 [+0.015, +0.154]. 96 "
-        "written solutions teach more, and GRPO after them adds +0.084 [+0.024, +0.144]. The recipe was "
-        "chosen on seed 7, with 100 of these problems.",
+        "written solutions teach more, and GRPO after them adds to it. The recipe was chosen on seed 7, with "
+        "100 of these problems.",
         seeds=4,
     ),
     "reversal": REVERSAL,
@@ -239,9 +241,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         "Refuted: GRPO came to 0.775, 0.055 and 0.150; with the last two seeds few answers had the form. The "
         "form allows a final dot, which the grader does not: with it the reward for form comes to 0.605, "
-        "0.645 and 0.780, so the model knew the table and lacked the form. 48 written solutions teach that, "
-        "and GRPO after them adds +0.027 [-0.107, +0.160]. The questions are 26 products; the prompt shows "
-        "one of them. The recipe was chosen on seed 7.",
+        "0.645 and 0.780, so the model knew the table and lacked the form. 48 written solutions teach that. "
+        "The prompt shows one of the products. The recipe was chosen on seed 7.",
         held_out=200,
     ),
     "differences": _task(
@@ -260,10 +261,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             "optimizer.lr=2e-5",
         ),
         "The claim holds, with the five seeds that were planned; the reward for form makes the model "
-        "worse. The questions are 60 differences in several wordings: over means of a difference the rise "
-        "is [+0.067, +0.320], and both leads stay above 0. The recipe was chosen on seed 7, with another "
-        "example and 100 of these problems. The lead of SFT on 128 written solutions is undecided. GRPO "
-        "after it takes some of it back: -0.103 [-0.177, -0.029] with the four seeds that were run.",
+        "worse. The recipe was chosen on seed 7, with another example and 100 of these problems. The lead "
+        "of SFT on 128 written solutions is undecided. GRPO after it takes some of it back.",
         seeds=5,
         samples=8,
     ),

@@ -39,8 +39,8 @@ ARMS: dict[str, Any] = {"GRPO": (), "random": ()}
 
 
 def made(arm: str, seed: int, before: list[float], after: list[float], **more: Any) -> dict[str, Any]:
-    ids = [str(number) for number in range(len(after))]
-    return {"arm": arm, "seed": seed, "ids": ids, "before": before, "after": after, "seconds": [10], **more}
+    shared = {"ids": [str(number) for number in range(len(after))], "problems": list(range(len(after)))}
+    return {"arm": arm, "seed": seed, "before": before, "after": after, "seconds": [10], **shared, **more}
 
 
 @pytest.mark.slow
@@ -112,6 +112,59 @@ def test_a_table_has_means_and_paired_differences_with_intervals() -> None:
     assert second[4] == f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
     assert (first[0], first[1], first[4], first[5]) == ("GRPO", "3", "", "10")
     assert first[2].startswith("0.700 [") and first[3].startswith("+0.600 [")
+
+
+def cells_of(problems: Sequence[int], after: Sequence[list[float]]) -> list[str]:
+    rows = [
+        made("GRPO", seed, [0.0] * len(problems), values, problems=list(problems))
+        for seed, values in enumerate(after)
+    ]
+    (cells,) = page.table(Experiment("", "", {"GRPO": ()}), rows)
+    return cells
+
+
+def test_wordings_of_a_problem_count_as_one_problem_in_intervals() -> None:
+    after = [[0.1, 0.9, 0.4], [0.3, 0.8, 0.2]]
+    alone = cells_of([0, 1, 2], after)
+    # As many wordings of each problem, which are graded alike, say as much as one.
+    assert cells_of([0, 1, 2] * 4, [values * 4 for values in after]) == alone
+    # As many different problems say more.
+    assert cells_of(range(12), [values * 4 for values in after]) != alone
+    # Wordings of unequal numbers: means are over questions, and deviations add up by problem.
+    problems, grades = [0, 0, 0, 1, 2, 2], np.array([[1, 0, 1, 1, 0, 0.5], [1, 1, 1, 0, 0, 0]])
+    by_problem = np.empty((2, 3))
+    for row, values in enumerate(grades):
+        for problem in range(3):
+            own = [grade - values.mean() for grade, at in zip(values, problems, strict=True) if at == problem]
+            by_problem[row, problem] = values.mean() + sum(own) * 3 / 6
+    mean, half = sweep_statistics.interval(by_problem)
+    low, high = max(mean - half, 0.0), min(mean + half, 1.0)
+    assert mean == pytest.approx(grades.mean())
+    assert cells_of(problems, grades.tolist())[2] == f"{grades.mean():.3f} [{low:.3f}, {high:.3f}]"
+
+
+def test_a_page_says_how_many_problems_the_questions_are_of() -> None:
+    def section(problems: Sequence[int]) -> str:
+        row = made("GRPO", 0, [0.0] * 3, [1.0] * 3, problems=list(problems))
+        return page.page("", {"game": Experiment("", "It fails.", {"GRPO": ()})}, {"game": [row]})
+
+    assert "\n3 held-out problems; " in section([0, 1, 2])
+    assert "\n2 held-out problems in 3 questions; " in section([0, 1, 0])
+
+
+def test_pairs_of_arms_have_their_difference_and_old_responses_their_mean_age() -> None:
+    after = {("a", 0): 0.9, ("a", 1): 0.8, ("b", 0): 0.2, ("b", 1): 0.4, ("b", 2): 0.1, ("c", 3): 0.5}
+    rows = [made(arm, seed, [0.0], [value], age=seed / 2) for (arm, seed), value in after.items()]
+    experiment = Experiment("", "It fails.", {"a": (), "b": (), "c": ()}, contrasts=(("b", "a"), ("c", "a")))
+    text = page.page("", {"game": experiment}, {"game": rows})
+    mean, half = sweep_statistics.interval(np.array([[0.2 - 0.9], [0.4 - 0.8]]))
+    low, high = max(mean - half, -1.0), min(mean + half, 1.0)
+    assert f"Further differences: b to a {mean:+.3f} [{low:+.3f}, {high:+.3f}].\n" in text
+    assert "|mean age|" in text and [cells[5] for cells in page.table(experiment, rows)] == [
+        *("0.25", "0.50", "1.50")
+    ]
+    fresh = [{**row, "age": 0.0} for row in rows]
+    assert "|mean age|" not in page.page("", {"game": experiment}, {"game": fresh})
 
 
 def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
@@ -291,12 +344,15 @@ def test_responses_and_seconds_to_a_value_lie_between_evaluations() -> None:
     theirs = {**curve, "values": [0.0, 0.2, 0.8], "clock": [0.0, 50.0, 90.0]}
     rows = [made("GRPO", seed, [0.0], [0.6], **ours) for seed in range(2)]
     rows += [made("random", 0, [0.0], [0.8], **ours), made("random", 1, [0.0], [0.8], **theirs)]
-    first, second = page.table(Experiment("", "", ARMS, reach=0.5), rows)
+    first, second = page.table(Experiment("", "", ARMS, times_steps=True, reach=0.5), rows)
     assert first[5:7] == ["60", "20"]
     # Theirs come to it after 6 steps, too, and 70 seconds.
     assert second[5:] == ["60 (+0 [+0, +0])", "45 (1.0 to 3.5 times)", "60"]
     rows[-1]["values"] = [0.0, 0.1, 0.2]
-    assert page.table(Experiment("", "", ARMS, reach=0.5), rows)[1][5:7] == ["not by 1 of 2 seeds", ""]
+    assert page.table(Experiment("", "", ARMS, times_steps=True, reach=0.5), rows)[1][5:7] == [
+        "not by 1 of 2 seeds",
+        "",
+    ]
 
 
 @pytest.mark.slow
