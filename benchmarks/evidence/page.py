@@ -116,7 +116,8 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         if experiment.shape:
             cells.append(f"{np.mean([run['formed'][1] for run in own.values()]):.2f}")
         if _has_ages(records):
-            cells.append(f"{np.mean([run['age'] for run in own.values()]):.2f}")
+            ages = [run["age"] for run in own.values() if "age" in run]
+            cells.append(f"{np.mean(ages):.2f}" if ages else "")
         if experiment.reach is not None:
             cells += _reached(experiment.reach, own, grades[arms[0]])
         timed = [run["clock"][-1:] if experiment.times_steps else run["seconds"] for run in own.values()]

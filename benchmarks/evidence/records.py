@@ -212,6 +212,11 @@ def save(name: str, records: Sequence[dict[str, Any]], folder: Path = FOLDER) ->
         ValueError: two runs were not measured on the same problems.
     """
     ids, path = records[0]["ids"], folder / f"{name}.json"
+    if any(record["problems"] != records[0]["problems"] for record in records):
+        raise ValueError(
+            f"{path}: not all runs name the same problems of their questions, so they are not compared; move "
+            "this file away to begin a record of your own"
+        )
     if others := {id for record in records for id in set(record["ids"]) ^ set(ids)}:
         raise ValueError(
             f"{path}: not all runs were measured on the same problems ({len(others)} are not in all), so "

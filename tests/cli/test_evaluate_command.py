@@ -21,7 +21,13 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.errors import CheckpointError, ConfigError, ModelError
 from torchrl_grpo.observe.evaluation_files import Measured, difference, lm_eval
-from torchrl_grpo.observe.stats import design_effect, mean_interval, paired_interval, wilson
+from torchrl_grpo.observe.stats import (
+    design_effect,
+    effective_share,
+    mean_interval,
+    paired_interval,
+    wilson,
+)
 from torchrl_grpo.runtime.printable import printable
 from torchrl_grpo.training import job
 
@@ -291,36 +297,56 @@ def test_the_interval_of_a_paired_difference() -> None:
 
 def test_intervals_hold_where_questions_word_the_same_problem() -> None:
     """240 questions of 40 problems, of which some have many wordings, and which are not equally hard."""
-    draw, trials, held = np.random.default_rng(0), 1_000, np.zeros(4)
+    draw, trials, held = np.random.default_rng(0), 1_000, np.zeros(5)
     for _ in range(trials):
         sizes = draw.multinomial(200, draw.dirichlet(np.full(40, 3.0))) + 1
         problems = np.repeat(np.arange(40), sizes).tolist()
-        chances = np.repeat(draw.uniform(0.4, 1.0, 40), sizes)
-        first, second = ((draw.random(240) < chances).astype(float).tolist() for _ in range(2))
-        effect = design_effect(first, problems)
+        first, second = (
+            (draw.random(240) < np.repeat(draw.uniform(0.2, 1.0, 40), sizes)).astype(float).tolist()
+            for _ in range(2)
+        )
+        share, pairs = effective_share(first, problems), list(zip(first, second, strict=True))
         intervals = [
-            wilson(sum(first) / effect, 240 / effect),
+            wilson(sum(first) * share, 240 * share),
             mean_interval(first, (), problems) or (0.0, 0.0),
-            paired_interval(list(zip(first, second, strict=True)), (), problems)[1],
+            paired_interval(pairs, (), problems)[1],
             wilson(sum(first), 240),
+            paired_interval(pairs)[1],
         ]
-        truths = (0.7, 0.7, 0.0, 0.7)
+        truths = (0.6, 0.6, 0.0, 0.6, 0.0)
         held += [low <= truth <= high for (low, high), truth in zip(intervals, truths, strict=True)]
-    *by_problem, by_question = held / trials
-    assert all(0.92 <= share <= 0.98 for share in by_problem) and by_question < 0.9
+    *by_problem, by_question, paired_by_question = held / trials
+    assert all(0.93 <= share <= 0.99 for share in by_problem)
+    assert by_question < 0.85 and paired_by_question < 0.85
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_intervals_of_nearly_equal_answers_do_not_collapse(wrong: int) -> None:
+    # 32 problems in 8 wordings each. One wrong answer says little of how alike the others are.
+    values, problems = [0.0] * wrong + [1.0] * (256 - wrong), [number % 32 for number in range(256)]
+    share = effective_share(values, problems)
+    low, _ = wilson(sum(values) * share, 256 * share)
+    assert 0.88 <= low <= 0.955 < wilson(sum(values), 256)[0]
 
 
 def test_wordings_that_are_answered_alike_say_as_much_as_their_problems() -> None:
     values, problems = [1.0, 0.0, 1.0, 0.0, 1.0], "abcde"
     alone = design_effect(values, problems)
     assert alone == 1.0
-    # Three wordings of each. Few problems have the quantile of Student's t in place of the normal one.
-    quantiles = stats.t.ppf(0.975, 4) / stats.norm.ppf(0.975)
+    # Three wordings of each.
     variances = [np.var(part, ddof=1) / len(part) for part in (values, values * 3)]
-    ratio = variances[0] / variances[1] * quantiles**2
-    assert design_effect(values * 3, problems * 3) == pytest.approx(ratio, rel=0.01)
-    # Nothing shows how alike they are where no answer differs.
-    assert design_effect([1.0] * 15, problems * 3) == pytest.approx(3 * quantiles**2, rel=0.01)
+    differing = np.sum(deviations := (np.array(values) - 0.6) ** 2) ** 2 / np.sum(deviations**2)
+    effect = (variances[0] / variances[1] * differing + 3 * 0.5) / (differing + 0.5)
+    assert design_effect(values * 3, problems * 3) == pytest.approx(effect)
+    # Nothing shows how alike they are where no answer differs, not even by rounding.
+    for value in (1.0, 0.1):
+        assert design_effect([value] * 15, problems * 3) == pytest.approx(3.0)
+    # Few problems have the quantile of Student's t in place of the normal one.
+    quantiles = stats.t.ppf(0.975, 4) / stats.norm.ppf(0.975)
+    assert effective_share(values * 3, problems * 3) == pytest.approx(1 / effect / quantiles**2, rel=0.01)
+    error = math.sqrt(np.var(values * 3, ddof=1) / 15 * effect)
+    low, high = mean_interval(values * 3, (), problems * 3) or (0.0, 0.0)
+    assert high - low == pytest.approx(2 * stats.t.ppf(0.975, 4) * error, rel=0.01)
     # One problem shows nothing of others.
     assert design_effect([1.0, 0.0], "aa") == math.inf
     assert mean_interval([1.0, 0.0], (), "aa") is None
@@ -374,5 +400,6 @@ def test_a_problem_with_several_responses_counts_once() -> None:
         Measured("", each.metrics, [{**row, "problem": same.get(row["id"], "y")} for row in each.rows])
         for each in (model, worse)
     )
-    assert lm_eval("task", {}, first)["results"]["task"]["acc_stderr,none"] > deviation
+    worded = math.sqrt(deviation**2 * design_effect([0.75, 0.25, 1.0], ["x", "y", "x"]))
+    assert lm_eval("task", {}, first)["results"]["task"]["acc_stderr,none"] == pytest.approx(worded)
     assert difference(first, second)[1][1] > high

@@ -18,7 +18,7 @@ from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.identity import keys
+from torchrl_grpo.data.identity import keys, problem_names
 from torchrl_grpo.data.load import load as load_problems
 from torchrl_grpo.data.mixture import Mixture
 from torchrl_grpo.data.problems import Problems
@@ -192,6 +192,24 @@ def test_a_task_with_a_single_problem_is_refused() -> None:
         DataError, match=r"the same problem.* widen env\.task_args, or set eval\.num_problems=0"
     ):
         load("calendar_arithmetic", args)
+
+
+def test_a_problem_is_named_by_its_first_question() -> None:
+    def asked(id: str, question: str, identity: str = "") -> Example:
+        return Example(id, [{"role": "user", "content": question}], {}, identity=identity)
+
+    questions = [
+        asked("a", "Name a color."),
+        asked("b", "What is 3 + 4?"),
+        asked("c", "Give the sum.", "seven"),
+        asked("d", "Please add 4 and 3."),
+        asked("e", "Name a color."),
+        # What joins two problems that were apart.
+        asked("f", "What is 4 + 3?", "seven"),
+        asked("g", "Give a sum.", "\ud800"),
+    ]
+    assert problem_names(questions) == ["a", "b", "b", "b", "a", "b", "g"]
+    assert problem_names([]) == []
 
 
 def test_replaced_problems_are_logged(caplog: pytest.LogCaptureFixture) -> None:

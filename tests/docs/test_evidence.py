@@ -452,8 +452,15 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     assert "samples" not in records.read_record(published, "GRPO", 1, [run], run)
     records.save("made", [record, {**record, "seed": 2}], tmp_path / "records")
     assert records.load("made", tmp_path / "records") == [record, {**record, "seed": 2}]
+    assert record["problems"] == [0, 1]
+    with pytest.raises(ValueError, match="not all runs name the same problems of their questions"):
+        records.save("made", [record, {**record, "problems": [0, 0]}], tmp_path / "records")
     with pytest.raises(ValueError, match="not all runs were measured on the same problems"):
         records.save("made", [record, {**record, "ids": ["p"]}], tmp_path / "records")
+    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    named = [{**line, "problem": "p"} if line["id"] == "q" else line for line in lines]
+    (run / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in named))
+    assert records.read_record(of_arms("GRPO"), "GRPO", 1, [run], run)["problems"] == [0, 0]
 
 
 def test_a_record_has_the_values_that_an_experiment_measures(tmp_path: Path) -> None:

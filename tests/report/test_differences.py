@@ -89,6 +89,30 @@ def test_each_reward_that_both_have_is_compared_once(tmp_path: Path) -> None:
     assert results == {"accuracy": 0.0, "sum of rewards": 0.25, "reward format": 0.25, "reward equal": 0.0}
 
 
+@pytest.mark.parametrize("naming", [["a"], ["b"], ["a", "b"]])
+def test_questions_of_one_problem_count_as_fewer_if_either_run_names_it(
+    naming: list[str], tmp_path: Path
+) -> None:
+    grades = {f"p{number}": float(number % 4 == 0) for number in range(12)}
+    later = {**grades, "p1": 1.0, "p3": 1.0, "p5": 1.0, "p6": 1.0}
+    problems = ["p0", "p1"] * 6
+    for name, values in (("a", grades), ("b", later)):
+        path = write_evaluations(tmp_path / name, {0: values}, A if name == "a" else B) / "evaluations.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if name in naming:
+            # What is no name says nothing.
+            names = [
+                None if row["id"] == problem else problem for row, problem in zip(rows, problems, strict=True)
+            ]
+            rows = [{**row, "problem": name} for row, name in zip(rows, names, strict=True)]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (moment,) = held_out(tmp_path / "a", tmp_path / "b")["moments"]
+    mean, (low, high) = paired_interval([(later[id], grades[id]) for id in grades], (), problems)
+    shown = moment["metrics"][0]
+    assert (shown["difference"], shown["low"], shown["high"]) == (mean, low, high)
+    assert low < paired_interval([(later[id], grades[id]) for id in grades])[1][0]
+
+
 def test_several_responses_to_a_problem_count_as_their_mean(tmp_path: Path) -> None:
     (moment,) = held_out(
         write_evaluations(tmp_path / "a", {0: {"p": [1.0, 0.0, 0.0, 0.0], "q": [1.0, 1.0]}}),

@@ -17,6 +17,7 @@ from typing import Any
 import forked_workers
 import psutil
 import pytest
+import ray
 import torch
 from batches import END, PAD, make_model
 from faulty_worker import FaultyActor, OneWorker
@@ -141,6 +142,13 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def output(folder: Path) -> str:
     return (folder / "output.txt").read_text(errors="replace")
+
+
+@pytest.mark.slow
+def test_workers_have_the_priority_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    with ray_pool.local_cluster(1, []):
+        assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
 
 
 def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,11 @@ def test_wordings_of_a_problem_are_one_problem(tmp_path: Path) -> None:
     assert worded["mean"] == pytest.approx(alone["mean"])
     widths = [entry["interval"][1] - entry["interval"][0] for entry in (alone, worded)]
     assert widths[0] < widths[1]
+    # One trial that names the problems is enough, whichever it is.
+    path = tmp_path / "worded/0/evaluations.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_lines(path, [{name: value for name, value in row.items() if name != "problem"} for row in rows])
+    assert compared(tmp_path / "worded")["optimizer.lr=2"] == worded
     # They say no more than the problems alone.
     write_sweep(tmp_path / "single", accuracy, seeds=3, problems=30)
     single = compared(tmp_path / "single")["optimizer.lr=2"]

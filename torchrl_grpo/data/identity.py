@@ -9,7 +9,6 @@ asks for nothing but one.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -42,11 +41,24 @@ def group_key(example: Example) -> str:
     return spaced(example.identity) or question_key(example)
 
 
-def problem_name(example: Example) -> str:
-    """Return a short name that all wordings of a problem share: its id, if it has one wording."""
-    if not example.identity:
-        return example.id
-    return hashlib.blake2b(group_key(example).encode(), digest_size=8).hexdigest()
+def problem_names(examples: Sequence[Example]) -> list[str]:
+    """Return a name of each example's problem: the id of the first example that is the same problem."""
+    firsts: dict[str, int] = {}
+    same = list(range(len(examples)))
+
+    def first_of(number: int) -> int:
+        while same[number] != number:
+            number = same[number]
+        return number
+
+    for number, example in enumerate(examples):
+        known = {first_of(firsts[key]) for key in keys(example) if key in firsts}
+        for other in known:
+            same[other] = min(known)
+        same[number] = min(known, default=number)
+        for key in keys(example):
+            firsts.setdefault(key, number)
+    return [examples[first_of(number)].id for number in range(len(examples))]
 
 
 def question_key(example: Example) -> str:

@@ -134,7 +134,7 @@ def lm_eval(task: str, config: Mapping[str, Any], model: Measured) -> dict[str, 
 def _standard_error(model: Measured) -> float | str:
     questions = _by_question(model).values()
     values, problems = [grade for grade, *_ in questions], [problem for *_, problem in questions]
-    if len(values) < 2:
+    if len({*problems}) < 2:
         return "N/A"
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)

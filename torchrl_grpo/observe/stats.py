@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the standard normal distribution."""
+# Problems that differ, and whose wordings are answered alike, as a prior of the design effect.
+_PRIOR = 0.5
 
 
 def wilson(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
@@ -24,7 +26,7 @@ def wilson(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
 
     Args:
         successes: number of successes; a fraction if single results are fractions.
-        n: number of trials, or the effective one (:func:`design_effect`); without any the interval is (0, 1).
+        n: number of trials, or an effective one (:func:`effective_share`); with 0 the interval is (0, 1).
         z: quantile of the normal distribution; by default for 95 %.
 
     Returns:
@@ -48,11 +50,11 @@ def wilson(successes: float, n: float, z: float = Z_95) -> tuple[float, float]:
 
 
 def design_effect(values: Sequence[float], problems: Sequence[Hashable]) -> float:
-    """Return by what number of questions is divided if some of them are wordings of the same problem.
+    """Return how many times more the mean of questions varies than if each were a problem of its own.
 
-    Wordings of a problem are answered alike, so their mean varies more than that of as many different
-    problems (design effect: Kish, Survey Sampling, 1965). Few problems show this variance less exactly, so it
-    also has the ratio of Student's quantile to the normal one.
+    Wordings of a problem are answered alike (design effect: Kish, Survey Sampling, 1965). Where few problems
+    differ from the mean, they hardly show how alike. So the effect of wordings that are always answered alike
+    counts too, as half a problem that differs: intervals then hold in 95 to 99 % of synthetic evaluations.
 
     Args:
         values: results ``[n]`` of questions.
@@ -70,12 +72,31 @@ def design_effect(values: Sequence[float], problems: Sequence[Hashable]) -> floa
     sums: dict[Hashable, float] = dict.fromkeys(members, 0.0)
     for value, problem in zip(values, problems, strict=True):
         sums[problem] += value - mean
-    of_questions = sum((value - mean) ** 2 for value in values) * n / (n - 1)
-    of_problems = sum(value**2 for value in sums.values()) * len(members) / (len(members) - 1)
-    # Without differences nothing shows how alike wordings are: then as if they were always answered alike.
     alike = sum(count**2 for count in members.values()) / n
-    effect = of_problems / of_questions if of_questions else alike
-    return max(1.0, effect) * (_t_95(len(members) - 1) / Z_95) ** 2
+    squares = [value**2 for value in sums.values()]
+    # With rounding, equal values may differ from their mean.
+    of_questions = sum((value - mean) ** 2 for value in values) * n / (n - 1)
+    if of_questions <= n * (1e-12 * mean) ** 2:
+        return max(1.0, alike)
+    effect = sum(squares) * len(members) / (len(members) - 1) / of_questions
+    differing = sum(squares) ** 2 / sum(square**2 for square in squares) if any(squares) else 0.0
+    return max(1.0, (effect * differing + alike * _PRIOR) / (differing + _PRIOR))
+
+
+def effective_share(values: Sequence[float], problems: Sequence[Hashable]) -> float:
+    """Return the share of questions that would show as much if each were a problem of its own.
+
+    Few problems show less exactly how much they vary, so it also has the ratio of the normal quantile to
+    Student's.
+
+    Args:
+        values: results of questions.
+        problems: the problem of each.
+    """
+    effect, count = design_effect(values, problems), len({*problems})
+    if count in (1, len(values)):
+        return 1.0 / effect
+    return (Z_95 / _t_95(count - 1)) ** 2 / effect
 
 
 def paired_interval(
@@ -100,11 +121,11 @@ def paired_interval(
     (first, first_parts), (second, second_parts) = map(_deviations, values, of_models)
     mean = first - second
     parts = [a - b for a, b in zip(first_parts, second_parts, strict=True)]
-    effect = design_effect(parts, problems or range(n))
     if {*weights} <= {(1, 1)} and all(value in (0.0, 1.0) for pair in pairs for value in pair):
         differences = [a - b for a, b in pairs]
-        gained, lost = (differences.count(sign) / effect + 0.5 for sign in (1.0, -1.0))
-        size = n / effect + 2
+        share = effective_share(parts, problems or range(n))
+        gained, lost = (differences.count(sign) * share + 0.5 for sign in (1.0, -1.0))
+        size = n * share + 2
         center = (gained - lost) / size
         half = Z_95 * math.sqrt((gained + lost) / size - center**2) / math.sqrt(size)
         return mean, (max(-1.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
@@ -120,11 +141,12 @@ def _half(deviations: Sequence[float], problems: Sequence[Hashable]) -> float:
         problems: the problem of each; each has its own by default.
     """
     n = len(deviations)
-    if n == 1:
+    own = problems or range(n)
+    count = len({*own})
+    if count == 1:
         return math.inf
     variance = sum(deviation**2 for deviation in deviations) / (n - 1) / n
-    effect = design_effect(deviations, problems or range(n))
-    return math.inf if math.isinf(effect) else _t_95(n - 1) * math.sqrt(variance * effect)
+    return _t_95(count - 1) * math.sqrt(variance * design_effect(deviations, own))
 
 
 def _deviations(values: Sequence[float], weights: Sequence[float]) -> tuple[float, list[float]]:

@@ -30,7 +30,7 @@ class Answers:
 
     Attributes:
         prompt: hash of the prompt.
-        problem: name that all wordings of the problem share.
+        problem: the problem, if other questions word it too and the row says so.
         samples: number of responses.
         tokens: number of tokens that the loss of a solution is the mean of, and 1 for other grades.
         sums: sums of the grades and rewards by name.
@@ -38,7 +38,7 @@ class Answers:
     """
 
     prompt: int
-    problem: str
+    problem: str | None
     samples: int = 0
     tokens: float = 1.0
     sums: dict[Name, float] = field(default_factory=dict)
@@ -158,8 +158,12 @@ def differences(
     for name in list(names)[: MOST_PARTS + 2]:
         if name in without:
             continue
-        both = [(second[id], first[id]) for id in ids if name in first[id].sums and name in second[id].sums]
-        problems = [base.problem for _, base in both]
+        shared = [id for id in ids if name in first[id].sums and name in second[id].sums]
+        both = [(second[id], first[id]) for id in shared]
+        # Rows of an older version do not name problems.
+        problems = [
+            later.problem or base.problem or id for id, (later, base) in zip(shared, both, strict=True)
+        ]
         pairs = [(later.mean(name), base.mean(name)) for later, base in both]
         if name == GRADE:
             grades = pairs

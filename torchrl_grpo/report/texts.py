@@ -29,9 +29,10 @@ def problem_id(row: Mapping[str, Any]) -> str:
     return _short(str(row.get("id")))
 
 
-def problem_name(row: Mapping[str, Any]) -> str:
-    """Return the name that all wordings of a problem share: without one, the id of the question."""
-    return _short(str(row.get("problem", row.get("id"))))
+def problem_name(row: Mapping[str, Any]) -> str | None:
+    """Return which problem a question words, if a line of ``evaluations.jsonl`` says so."""
+    name = row.get("problem")
+    return _short(name) if isinstance(name, str) and name else None
 
 
 def _short(id: str) -> str:

@@ -176,7 +176,11 @@ def _matrix(columns: Sequence[Sequence[Trial]]) -> statistics.Values:
         for column in columns
     ]
     values: statistics.Values = parts[0] if len(parts) == 1 else parts[0] - parts[1]
-    return statistics.of_problems(values, list(first.problems.values())) if is_graded else values
+    if not is_graded:
+        return values
+    # Trials of an older version do not name problems.
+    names = {id: name for trial in trials for id, name in trial.problems.items()}
+    return statistics.of_problems(values, [names.get(id, id) for id in first.grades])
 
 
 def _mean_of(values: statistics.Values) -> tuple[float, list[float] | None]:

@@ -82,10 +82,12 @@ def of_problems(values: Values, problems: Sequence[Hashable]) -> Values:
         problems: the problem of each question.
     """
     numbers = {problem: number for number, problem in enumerate(dict.fromkeys(problems))}
-    members = np.zeros((len(problems), len(numbers)))
-    members[range(len(problems)), [numbers[problem] for problem in problems]] = 1
+    if len(numbers) == len(problems):
+        return values
     means = values.mean(-1, keepdims=True)
-    return np.asarray(means + (values - means) @ members * len(numbers) / len(problems), np.float64)
+    sums = np.zeros((len(numbers), len(values)))
+    np.add.at(sums, [numbers[problem] for problem in problems], (values - means).T)
+    return np.asarray(means + sums.T * len(numbers) / len(problems), np.float64)
 
 
 def interval(values: Values, level: float = LEVEL) -> tuple[Values, Values]:

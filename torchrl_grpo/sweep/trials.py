@@ -46,7 +46,7 @@ class Trial:
         values: held-out value of each; larger is better.
         bounds: 95 % interval of each over problems.
         grades: mean grade of each held-out question in the last evaluation; empty if they are not recorded.
-        problems: the problem of each of these questions.
+        problems: the problem of these questions, where others word it too.
         last_step: last step of the metrics.
     """
 
@@ -165,7 +165,7 @@ def _yaml(path: Path) -> Any:
 
 
 def _grades(path: Path, step: int, value: float) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the mean grade of each question at a step, and its problem.
+    """Return the mean grade of each question at a step, and the problems that rows name.
 
     Both are empty if the mean of the grades is not the held-out value. That of a loss counts questions by
     their tokens.
@@ -176,7 +176,8 @@ def _grades(path: Path, step: int, value: float) -> tuple[dict[str, float], dict
         if row["step"] == step and math.isfinite(grade := number(row.get("grade"))):
             id = json.dumps(row.get("id"))
             grades.setdefault(id, []).append(grade)
-            problems[id] = json.dumps(row.get("problem", row.get("id")))
+            if isinstance(name := row.get("problem"), str):
+                problems[id] = json.dumps(name)
     means = {id: sum(values) / len(values) for id, values in grades.items()}
     is_value = bool(means) and abs(sum(means.values()) / len(means) - value) < _ROUNDING
     return (means, problems) if is_value else ({}, {})

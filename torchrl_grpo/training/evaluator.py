@@ -14,12 +14,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.identity import problem_name
+from torchrl_grpo.data.identity import problem_names
 from torchrl_grpo.data.pictures import by_name
 from torchrl_grpo.envs.chat import check_length, prompt_pictures, render
 from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.inference.protocol import Completion, Inference, PromptPictures, Sampling
-from torchrl_grpo.observe.stats import design_effect, mean_interval, pass_at_k, wilson
+from torchrl_grpo.observe.stats import effective_share, mean_interval, pass_at_k, wilson
 from torchrl_grpo.rewards.graders import ANY_NUMBER, CountingGrader, Graded
 from torchrl_grpo.runtime.rng import derive_seed
 
@@ -62,6 +62,7 @@ class Evaluator:
         cfg: Config,
     ) -> None:
         self.examples = examples
+        self.problems = problem_names(examples)
         self.tokenizer = tokenizer
         self.grader = grader
         self.max_new_tokens = cfg.inference_model.max_new_tokens
@@ -118,8 +119,8 @@ class Evaluator:
                 [grade.metrics[name] for grade in group if name in grade.metrics] for group in grades
             ]
             graded = [
-                (_mean(of_problem), weight[name], problem_name(example))
-                for of_problem, weight, example in zip(of_problems, weights, self.examples, strict=True)
+                (_mean(of_problem), weight[name], problem)
+                for of_problem, weight, problem in zip(of_problems, weights, self.problems, strict=True)
                 if of_problem
             ]
             values, problems = [value for value, _, _ in graded], [problem for *_, problem in graded]
@@ -134,8 +135,8 @@ class Evaluator:
             if name == ANY_NUMBER and (bounds := mean_interval(values, (), problems)) is not None:
                 metrics |= {"eval/primary_low": bounds[0], "eval/primary_high": bounds[1]}
             if name != ANY_NUMBER or all(value in (0.0, 1.0) for group in of_problems for value in group):
-                effect = design_effect(values, problems)
-                low, high = wilson(right / effect, round(total) / effect)
+                share = effective_share(values, problems)
+                low, high = wilson(right * share, round(total) * share)
                 metrics |= {
                     "eval/accuracy": right / total,
                     "eval/accuracy_low": low,
@@ -184,13 +185,13 @@ class Evaluator:
         self, completions: list[list[Completion]], written: list[list[str]], grades: list[list[Graded]]
     ) -> list[dict[str, Any]]:
         rows = []
-        for example, prompt, shown, group, texts, judged in zip(
-            self.examples, self.texts, self.pictures, completions, written, grades, strict=True
+        for example, problem, prompt, shown, group, texts, judged in zip(
+            self.examples, self.problems, self.texts, self.pictures, completions, written, grades, strict=True
         ):
             weights = self.grader.weights(example)
             for text, completion, grade in zip(texts, group, judged, strict=True):
                 row: dict[str, Any] = {"id": example.id, "prompt": prompt, "response": text}
-                if (problem := problem_name(example)) != example.id:
+                if problem != example.id:
                     row["problem"] = problem
                 own = grade.score.parts
                 row["rewards"] = own or {name: grade.metrics[name] for name in weights if weights[name]}

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.batch.schema import build_batch, sampled_counts
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.identity import problem_name
+from torchrl_grpo.data.identity import problem_names
 from torchrl_grpo.envs.chat import prompt_pictures, render
 from torchrl_grpo.envs.solution_tokens import solutions
 from torchrl_grpo.inference.protocol import Completion, Inference
@@ -43,6 +43,7 @@ class HeldOutLoss:
         max_new_tokens: int,
     ) -> None:
         self.examples = examples
+        self.problems = problem_names(examples)
         self._learner = learner
         rendered = [render(tokenizer, example) for example in examples]
         self._prompts = [text for text, _ in rendered]
@@ -88,13 +89,12 @@ class HeldOutLoss:
                 self.examples, self._prompts, self._solutions, means, tokens, strict=True
             )
         ]
-        problems = [problem_name(example) for example in self.examples]
-        for row, problem in zip(rows, problems, strict=True):
+        for row, problem in zip(rows, self.problems, strict=True):
             if problem != row["id"]:
                 row["problem"] = problem
         for row, shown in zip(rows, self._shown, strict=False):
             row["pictures"] = list(shown)
         metrics = {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0))}
-        if (bounds := mean_interval(means, tokens, problems)) is not None:
+        if (bounds := mean_interval(means, tokens, self.problems)) is not None:
             metrics |= {"eval/loss_low": bounds[0], "eval/loss_high": bounds[1]}
         return Evaluation({**metrics, "eval/num_problems": len(self.examples)}, rows, self._shown)
