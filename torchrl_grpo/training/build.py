@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import needs_frozen_model, with_total_turns
+from torchrl_grpo.config.derived import describe_length, needs_frozen_model, with_total_turns
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
@@ -155,6 +155,8 @@ def _build(
     loading.check_context(base_model, cfg)
     frozen = frozen_source(cfg, base_model, tokenizer)
     problems, evaluator = prepare(cfg, tokenizer, job.problems, job.grader, messages)
+    if not job.is_evaluation:
+        messages(describe_length(cfg, len(problems.train)))
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
     initial_weights = weights_source(cfg, base_model, resume_from)
     # From here on total_dialog_turns is set, also if the user gave num_epochs, and so is the token budget.

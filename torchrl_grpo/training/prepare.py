@@ -8,7 +8,6 @@ from functools import partial
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import describe_length
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.data.mixture import map_parts
 from torchrl_grpo.data.problems import Problems
@@ -63,7 +62,6 @@ def prepare(
         for example in problems.train if isinstance(problems.train, list) else [problems.train[0]]:
             hinted(example)
     notify(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
-    notify(describe_length(cfg, len(problems.train)))
     notify(joined_rewards(cfg))
     for note in grader.notes:
         notify(note)
