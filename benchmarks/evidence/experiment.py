@@ -29,7 +29,7 @@ class Experiment:
         outcome: what the results say of the claim; empty until there are some.
         needs: GPU that it needs, with the peak and the hours that the planner predicts; empty for a CPU.
         once: further words of the first arm's run with seed 0, for what is too slow for every seed.
-        contrasts: further pairs of arms. The page has the difference of the first to the second.
+        contrasts: further pairs of arms, whose differences have a table.
         times_steps: whether seconds are those of steps alone, and the picture has an axis of them.
         reach: held-out value; the table has the responses and seconds that each arm takes to it. None for no
             such columns.

@@ -23,6 +23,8 @@ PICTURES, README = _ROOT / "docs/pictures", _ROOT / "README.md"
 # README has the samples of the first arm of this experiment between these lines.
 SAMPLED = "TRL"
 _BEGIN, _END = "<!-- Made by python -m benchmarks.evidence. -->\n", "<!-- End of what is made. -->\n"
+# Most arms whose legend fits into a panel of a picture.
+_MOST_IN_PANEL = 6
 _HEAD = f"""# Results
 
 What models learn here, mostly over several seeds, with intervals and, for some tasks, controls. A claim is
@@ -209,7 +211,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     columns.append("seconds of all steps" if experiment.times_steps else "seconds")
     tables = _markdown(columns, table(experiment, records))
     if contrasts := _contrasts(experiment, records):
-        tables += [f"Further differences: {contrasts}.\n"]
+        tables += _markdown(["arm", "beside", "difference"], contrasts)
     if warned := _findings(records):
         tables += [f"`grpo-doctor` warns of some runs: {warned}.\n"]
     if experiment.measures:
@@ -244,17 +246,16 @@ def _has_ages(records: Sequence[dict[str, Any]]) -> bool:
     return any(run.get("age") for run in records)
 
 
-def _contrasts(experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
-    """Return the differences between the pairs of arms that have runs with the same seeds."""
+def _contrasts(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return rows of the differences between pairs of arms that have runs with the same seeds."""
     after = {(run["arm"], run["seed"]): np.array(run["after"]) for run in records}
-    shown = []
+    rows = []
     for pair in experiment.contrasts:
         first, second = ({seed for arm, seed in after if arm == name} for name in pair)
         if shared := sorted(first & second):
             values = np.array([after[pair[0], seed] - after[pair[1], seed] for seed in shared])
-            difference = _mean(values, records[0]["problems"], signed=True)
-            shown.append(f"{pair[0]} to {pair[1]} {difference}")
-    return "; ".join(shown)
+            rows.append([*pair, _mean(values, records[0]["problems"], signed=True)])
+    return rows
 
 
 def _policies_beyond(records: Sequence[dict[str, Any]]) -> str:
@@ -356,7 +357,12 @@ def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], f
     panels = {"steps": "optimizer steps"}
     if experiment.times_steps:
         panels["clock"] = "seconds of generating and training"
-    figure, each_axes = pyplot.subplots(1, len(panels), figsize=(6, 3.2), sharey=True, squeeze=False)
+    has_many = len({record["arm"] for record in records}) > _MOST_IN_PANEL
+    # With many arms the legend has a third of the width, and matplotlib's usual ten colors are too few.
+    size = (9, 3.6) if has_many else (6, 3.2)
+    figure, each_axes = pyplot.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+    for axes in each_axes[0] if has_many else ():
+        axes.set_prop_cycle(color=pyplot.colormaps["tab20"](range(20)))
     for axes, (across, title) in zip(each_axes[0], panels.items(), strict=True):
         for arm in experiment.arms:
             runs = [record for record in records if record["arm"] == arm]
@@ -371,7 +377,10 @@ def draw(name: str, experiment: Experiment, records: Sequence[dict[str, Any]], f
                 axes.plot(at.T, values.T, color=line.get_color(), alpha=0.3, linewidth=1)
         axes.set(xlabel=title, ylim=(0, 1))
     each_axes[0, 0].set(ylabel="held-out value")
-    each_axes[0, 0].legend(fontsize=8)
+    if has_many:
+        each_axes[0, -1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    else:
+        each_axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(folder / f"evidence-{name}.svg", metadata={"Date": None})
     pyplot.close(figure)

@@ -266,4 +266,22 @@ EXPERIMENTS: dict[str, Experiment] = {
         seeds=5,
         samples=8,
     ),
+    "two-digit-sums": _task(
+        "basic_arithmetic",
+        "sums of two numbers of two digits (basic_arithmetic of reasoning_gym)",
+        r"\d+ \+ \d+ = \d+",
+        16,
+        (
+            "env.task_args={min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2, operators: ['+'], "
+            "allow_parentheses: false, format_style: natural}",
+            "env.answer_format=equation",
+            "env.system_prompt='Reply like this: 41 + 25 = 66'",
+            examples(("What is 41 + 25?", "41 + 25 = 66"), ("Calculate 32 + 17.", "32 + 17 = 49")),
+            "inference_model.max_new_tokens=16",
+            "inference_model.max_model_len=144",
+            "optimizer.lr=2e-5",
+        ),
+        "",
+        samples=8,
+    ),
 }

@@ -195,18 +195,18 @@ def test_a_task_with_a_single_problem_is_refused() -> None:
 
 
 def test_a_problem_is_named_by_its_first_question() -> None:
-    def asked(id: str, question: str, identity: str = "") -> Example:
+    def problem(id: str, question: str, identity: str = "") -> Example:
         return Example(id, [{"role": "user", "content": question}], {}, identity=identity)
 
     questions = [
-        asked("a", "Name a color."),
-        asked("b", "What is 3 + 4?"),
-        asked("c", "Give the sum.", "seven"),
-        asked("d", "Please add 4 and 3."),
-        asked("e", "Name a color."),
+        problem("a", "Name a color."),
+        problem("b", "What is 3 + 4?"),
+        problem("c", "Give the sum.", "seven"),
+        problem("d", "Please add 4 and 3."),
+        problem("e", "Name a color."),
         # What joins two problems that were apart.
-        asked("f", "What is 4 + 3?", "seven"),
-        asked("g", "Give a sum.", "\ud800"),
+        problem("f", "What is 4 + 3?", "seven"),
+        problem("g", "Give a sum.", "\ud800"),
     ]
     assert problem_names(questions) == ["a", "b", "b", "b", "a", "b", "g"]
     assert problem_names([]) == []

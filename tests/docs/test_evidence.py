@@ -159,12 +159,23 @@ def test_pairs_of_arms_have_their_difference_and_old_responses_their_mean_age() 
     text = page.page("", {"game": experiment}, {"game": rows})
     mean, half = sweep_statistics.interval(np.array([[0.2 - 0.9], [0.4 - 0.8]]))
     low, high = max(mean - half, -1.0), min(mean + half, 1.0)
-    assert f"Further differences: b to a {mean:+.3f} [{low:+.3f}, {high:+.3f}].\n" in text
+    assert text.count("|beside|") == 1
+    assert f"|beside|difference|\n|---|---|---|\n|b|a|{mean:+.3f} [{low:+.3f}, {high:+.3f}]|\n\n" in text
     assert "|mean age|" in text and [cells[5] for cells in page.table(experiment, rows)] == [
         *("0.25", "0.50", "1.50")
     ]
     fresh = [{**row, "age": 0.0} for row in rows]
     assert "|mean age|" not in page.page("", {"game": experiment}, {"game": fresh})
+
+
+def test_a_picture_of_many_arms_has_a_color_for_each(tmp_path: Path) -> None:
+    arms = [f"arm {number}" for number in range(12)]
+    curve = {"steps": [0, 8], "values": [0.0, 0.5], "clock": [0.0, 9.0]}
+    rows = [made(arm, 0, [0.0], [0.5], **curve) for arm in arms]
+    page.draw("game", Experiment("", "", dict.fromkeys(arms, ()), times_steps=True), rows, tmp_path)
+    picture = (tmp_path / "evidence-game.svg").read_text()
+    lines = re.findall(r'id="line2d_\d+">\s*<path d="[^"]*"[^>]*style="fill: none; stroke: (#\w{6})', picture)
+    assert len({*lines}) >= 12 and all(f"<!-- {arm} -->" in picture for arm in arms)
 
 
 def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
@@ -561,7 +572,7 @@ def test_arguments_that_name_nothing_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", ["sums", "multiplication", "differences"])
+@pytest.mark.parametrize("experiment", ["sums", "multiplication", "differences", "two-digit-sums"])
 def test_a_prompt_shows_no_held_out_calculation(experiment: str) -> None:
     (stage, *_) = EXPERIMENTS[experiment].arms["GRPO"]
     name, *words = stage.words
