@@ -219,12 +219,10 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
         tables += _markdown(heads, measures_table(experiment, records))
     if experiment.deals:
         tables += [_policies_beyond(records)]
-    usual = experiment.refuted_by == NO_RISE
-    refuted = "" if usual else f" Refuted if {_lower(experiment.refuted_by)}"
     return "\n".join(
         [
             f"## {name[0].upper()}{name[1:]}\n",
-            f"Claim: {experiment.claim}{refuted}\n",
+            f"Claim: {experiment.claim}{_refuted(experiment)}\n",
             f"{start(experiment, records)}\n",
             *tables,
             f"{experiment.outcome}\n",
@@ -233,6 +231,15 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"![learning curves](pictures/evidence-{name}.svg)\n",
         ]
     )
+
+
+def _refuted(experiment: Experiment) -> str:
+    """Return the sentence of what refutes a claim, without what the beginning of the page says."""
+    usual = NO_RISE.removesuffix(".")
+    own = experiment.refuted_by.removeprefix(usual)
+    if own == experiment.refuted_by:
+        return f" Refuted if {_lower(own)}"
+    return "" if own == "." else f" Refuted also if {own.removeprefix(', or ')}"
 
 
 def _count(problems: Sequence[int]) -> str:

@@ -91,7 +91,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "IFEval": Experiment(
         "GRPO on composed instructions makes SmolLM2-135M pass more of IFEval's checks, in at most 64 "
         "tokens, and more where a prompt asks for them.",
-        f"{NO_RISE.removesuffix('.')}, or that of the rise beyond other prompts does.",
+        f"{NO_RISE.removesuffix('.')}, or the interval of the rise beyond other prompts reaches 0 or below.",
         {"GRPO": (Stage(_GRPO, _INSTRUCTIONS),), **control_arms(_INSTRUCTIONS, _ENDED)},
         _ENDED,
         outcome="The claim holds, narrowly: the rise, its part beyond other prompts and both leads are "

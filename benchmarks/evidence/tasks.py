@@ -281,7 +281,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=144",
             "optimizer.lr=2e-5",
         ),
-        "",
+        "Open, as some runs are missing; those here support the claim. The recipe was chosen on seed 7, with "
+        "100 of these problems.",
         samples=8,
     ),
 }
