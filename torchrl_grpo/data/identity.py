@@ -52,11 +52,12 @@ def problem_names(examples: Sequence[Example]) -> list[str]:
         return number
 
     for number, example in enumerate(examples):
-        known = {first_of(firsts[key]) for key in keys(example) if key in firsts}
+        own = keys(example)
+        known = {first_of(firsts[key]) for key in own if key in firsts}
         for other in known:
             same[other] = min(known)
         same[number] = min(known, default=number)
-        for key in keys(example):
+        for key in own:
             firsts.setdefault(key, number)
     return [examples[first_of(number)].id for number in range(len(examples))]
 
