@@ -318,6 +318,19 @@ def test_reward_is_the_strict_fraction_with_the_four_scores_beside_it() -> None:
     assert reward("a, b", NO_COMMA_AND_JSON)["score"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>Yes, JSON, so braces.</think>\n\n{}", 1.0),
+        ("<think>I see.</think>\n\n{}, a", 0.0),
+        ("<think>No commas here", 0.0),  # Thoughts that do not end hide the answer.
+        ("<think>No commas here</think>", 0.0),
+    ],
+)
+def test_thoughts_before_the_answer_do_not_count(response: str, score: float) -> None:
+    assert IFEvalReward()(response, NO_COMMA_AND_JSON)["score"] == score
+
+
 def test_grader_weighs_instruction_scores_by_the_number_of_instructions() -> None:
     grader = IFEvalGrader()
     assert grader.primary in grader.metrics

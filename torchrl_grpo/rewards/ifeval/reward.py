@@ -12,6 +12,7 @@ from typing import Any
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.ifeval.schema import clean_truth
+from torchrl_grpo.data.thoughts import end_of_first
 from torchrl_grpo.rewards.ifeval.scoring import follow_list
 from torchrl_grpo.rewards.ifeval.text import require_packages
 from torchrl_grpo.rewards.types import ResponseScore
@@ -26,7 +27,8 @@ def four_scores(completion: str, example: Example) -> dict[str, float]:
     instructions that are followed.
 
     Args:
-        completion: text that the model wrote.
+        completion: text that the model wrote. Thoughts that it begins with do not count. A text whose thoughts
+            do not end follows nothing.
         example: problem whose truth has ``instruction_id_list`` and ``kwargs``.
 
     Returns:
@@ -35,6 +37,12 @@ def four_scores(completion: str, example: Example) -> dict[str, float]:
     Raises:
         DataError: the example's truth is missing or malformed; the message names the example.
     """
+    thoughts_end = end_of_first(completion, is_strict=False)
+    if thoughts_end is None:
+        completion = ""
+    elif thoughts_end > 0:
+        # The first line is one of the answer.
+        completion = completion[thoughts_end:].lstrip()
     strict, loose = follow_list(completion, _truth(example))
     return {
         "prompt_strict": float(all(strict)),
