@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,20 @@ def test_a_run_on_two_ranks_of_a_launcher_follows_the_run_on_one_and_so_does_its
     assert "an engine in each of 2 ranks" in done.stdout
     # What two ranks wrote, one continues. Who started the two makes no difference to that.
     runs.go_on(tmp_path / "run")
+
+
+def test_a_rank_on_each_of_two_machines_follows_the_run_on_one(runs: Runs, tmp_path: Path) -> None:
+    def launch_machine(number: int) -> subprocess.CompletedProcess[str]:
+        options = ("--num_machines", 2, "--machine_rank", number, "--main_process_ip", "127.0.0.1")
+        arguments = words(runs.sums, runs.model, tmp_path / str(number))
+        return launch_forks(runs.root, "multi_gpu", arguments, (*options, "--main_process_port", port))
+
+    port = rank_env.free_port()
+    with ThreadPoolExecutor(2) as machines:
+        first, second = machines.map(launch_machine, range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    check_follows(tmp_path / "0", runs.one_rank)
+    assert not (tmp_path / "1").exists(), "the first machine has the run folder"
 
 
 def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:

@@ -161,10 +161,10 @@ def grpo_script(root: Path) -> Path:
     return root / "sota-implementations/grpo/grpo.py"
 
 
-def launch_forks(root: Path, launcher: str, arguments: list[str]) -> Finished:
+def launch_forks(root: Path, launcher: str, arguments: list[str], options: Sequence[object] = ()) -> Finished:
     """The command with ``accelerate launch`` and a file of config/accelerate, in forks."""
     file = root / f"config/accelerate/{launcher}.yaml"
-    script_words = ("--config_file", file, grpo_script(root), *arguments)
+    script_words = ("--config_file", file, *options, grpo_script(root), *arguments)
     return run_launcher("accelerate.commands.launch", *script_words, cwd=root)
 
 
