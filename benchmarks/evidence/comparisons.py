@@ -70,6 +70,7 @@ def _sums(
         stages,
         seeds=_SEEDS,
         outcome=outcome,
+        settings=arms,
         contrasts=contrasts,
         times_steps=script == _ASYNC,
     )

@@ -27,6 +27,7 @@ class Experiment:
         shape: regular expression of a whole response in the right form; empty if there is no form.
         seeds: number of seeds.
         outcome: what the results say of the claim; empty until there are some.
+        settings: words that each arm adds to those of all, which have a table; empty for none.
         needs: GPU that it needs, with the peak and the hours that the planner predicts; empty for a CPU.
         once: further words of the first arm's run with seed 0, for what is too slow for every seed.
         contrasts: further pairs of arms, whose differences have a table.
@@ -49,6 +50,7 @@ class Experiment:
     shape: str = ""
     seeds: int = 3
     outcome: str = ""
+    settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     needs: str = ""
     once: Sequence[str] = ()
     contrasts: Sequence[tuple[str, str]] = ()

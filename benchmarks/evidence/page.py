@@ -30,7 +30,7 @@ _HEAD = f"""# Results
 What models learn here, mostly over several seeds, with intervals and, for some tasks, controls. A claim is
 refuted if {NO_RISE[0].lower()}{NO_RISE[1:-1]}, unless its section says otherwise.
 [IFEval and GSM8K](results_ifeval_gsm8k.md) and [comparisons](comparisons.md) with TRL and between settings
-have pages of their own. A section is one command:
+have pages of their own. A section is one command, and NAME its file of records:
 
 ```
 python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page
@@ -219,6 +219,8 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
         tables += _markdown(heads, measures_table(experiment, records))
     if experiment.deals:
         tables += [_policies_beyond(records)]
+    if experiment.settings:
+        tables += _markdown(["arm", "what it sets"], _settings(experiment, records))
     return "\n".join(
         [
             f"## {name[0].upper()}{name[1:]}\n",
@@ -231,6 +233,16 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"![learning curves](pictures/evidence-{name}.svg)\n",
         ]
     )
+
+
+def _settings(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return rows of what each arm that has runs sets."""
+    arms = {run["arm"] for run in records}
+    return [
+        [arm, f"`{' '.join(words)}`" if words else "nothing"]
+        for arm, words in experiment.settings.items()
+        if arm in arms
+    ]
 
 
 def _refuted(experiment: Experiment) -> str:
