@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,12 @@ def blocks_below(page: Path, title: str, level: int = 3) -> list[str]:
     mark = "#" * level
     section = page.read_text().split(f"{mark} {title}\n", 1)[1].split(f"\n{mark} ", 1)[0]
     return re.findall(r"^```\w*\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+
+
+def distinct_questions(file: Path, function: str) -> dict[str, set[str]]:
+    """Return the questions of each split of a data function of the documentation."""
+    load = runpy.run_path(str(file))[function]
+    return {split: {row["question"] for row in load(split)} for split in ("train", "test")}
 
 
 def train_in(folder: Path, repo_root: Path, command: str, changes: Sequence[str]) -> str:

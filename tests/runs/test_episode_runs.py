@@ -12,7 +12,7 @@ from async_runs import train as train_async  # noqa: F401
 from forked import run_script
 from rank_runs import grpo_script
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
-from user_files import blocks_below, train_in
+from user_files import blocks_below, distinct_questions, train_in
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
@@ -184,6 +184,8 @@ def test_the_environment_of_the_documentation_trains(
     source, command_line = blocks_below(repo_root / "docs/episodes.md", "An environment of your own", level=2)
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     (tmp_path / "my_env.py").write_text(source)
+    questions = distinct_questions(tmp_path / "my_env.py", "shopping")
+    assert len(questions["train"]) > 90 and not questions["train"] & questions["test"]
     small = [f"model.name={tiny_model_dir}", "eval.num_problems=6", *SMALL, *format_words]
     train_in(tmp_path, repo_root, command_line, small)
     rollouts = read(tmp_path / "run/rollouts.jsonl")

@@ -20,7 +20,7 @@ import pytest
 from fake_openenv import FakeOpenEnv
 from test_episode_runs import talk  # noqa: F401  fixture
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
-from user_files import blocks_below, train_in
+from user_files import blocks_below, distinct_questions, train_in
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.tools.verify_resume import read
@@ -311,6 +311,8 @@ def test_the_mcp_server_of_the_documentation_trains(
     source, command_line = blocks_below(page, "Tools of an MCP server", level=2)
     assert len([line for line in source.splitlines() if line.strip()]) <= 20
     (tmp_path / "shop.py").write_text(source)
+    questions = distinct_questions(tmp_path / "shop.py", "problems")
+    assert len(questions["train"]) > 50 and not questions["train"] & questions["test"]
     (tmp_path / ".venv").symlink_to(sys.prefix)
     train_in(tmp_path, repo_root, command_line, [f"model.name={tiny_model_dir}", *SMALL, *format_words])
     rows = read(tmp_path / "run/rollouts.jsonl")

@@ -119,7 +119,8 @@ class EnvConfig:
     num_envs: PositiveInt = key(8, "Prompts in one collection round.")
     repeats: PositiveInt = key(
         8,
-        "Responses to each prompt: the group within which advantages are computed. At least 2.",
+        "Responses to each prompt: the group within which advantages are computed. At least 2, unless "
+        "policy.advantage_estimator is reward or none.",
     )
     system_prompt: str | None = key(None, "System message before every question; null sends none.")
     prompt_template: str = key(
