@@ -27,8 +27,8 @@ def four_scores(completion: str, example: Example) -> dict[str, float]:
     instructions that are followed.
 
     Args:
-        completion: text that the model wrote. Thoughts that it begins with do not count. A text whose thoughts
-            do not end follows nothing.
+        completion: text that the model wrote. Thoughts that it begins with do not count. A text whose
+            thoughts do not end follows nothing.
         example: problem whose truth has ``instruction_id_list`` and ``kwargs``.
 
     Returns:
