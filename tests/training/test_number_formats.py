@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from batches import inputs, make_batch, make_model
+from pretended_cuda import PretendedCuda
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config import Config
@@ -18,6 +20,7 @@ from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models.precision import autocast
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training.build import build_reference
@@ -46,10 +49,27 @@ def _cudnn() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def make_learner(cfg: Config) -> Learner:
+class Casts(TorchDispatchMode):
+    """Records the shapes of tensors that change their format."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self._shapes.append(args[0].shape)
+        return func(*args, **kwargs or {})
+
+    def of(self, shape: torch.Size) -> int:
+        """Return how many had a shape."""
+        return sum(each == shape for each in self._shapes)
+
+
+def make_learner(cfg: Config, device: torch.device = CPU) -> Learner:
     return Learner(
         LearnerSpec(cfg, cfg.model.name, None, (1.0,)),
-        CPU,
+        device,
         ranks=Ranks(on_cpu=True),
         notify=lambda text: None,
     )
@@ -72,6 +92,38 @@ def test_policy_and_reference_compute_their_heads_alike(
     assert policy._head_options().dtype == other._head_options().dtype == dtype
     with torch.no_grad():
         assert torch.equal(*(scorer(*inputs(batch)).log_probs for scorer in (policy, other)))
+
+
+def test_memory_that_shards_have_freed_goes_back_to_the_driver(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in another process takes its share of a GPU from what the driver has."""
+    events: list[str] = []
+
+    def record(scorer: TokenScorer, *arguments: Any) -> TokenScorer:
+        events.append("shards")
+        return scorer
+
+    monkeypatch.setattr("torchrl_grpo.training.learner.distribute", record)
+    with PretendedCuda():
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty_cache"))
+        make_learner(config, torch.device("cuda:0"))
+        monkeypatch.undo()
+    assert events[-2:] == ["shards", "empty_cache"]
+
+
+def test_autocast_keeps_copies_of_weights_for_gradients_alone() -> None:
+    def num_casts() -> int:
+        casts = Casts()
+        with autocast(torch.bfloat16, CPU), casts:
+            for _ in range(3):
+                layer(torch.ones(1, 4))
+        return casts.of(layer.weight.shape)
+
+    layer = torch.nn.Linear(4, 5)
+    assert num_casts() == 1
+    with torch.no_grad():
+        assert num_casts() == 3, "each copy ends with its product"
 
 
 def test_a_frozen_model_has_micro_batches_of_its_own_size(

@@ -42,7 +42,10 @@ def resolve_head(name: str) -> torch.dtype | None:
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which matrix products run in ``dtype``. It has no effect if ``dtype`` is None."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    if dtype is None:
+        return nullcontext()
+    # A pass without gradients uses each weight once, so copies that autocast keeps would only take memory.
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=torch.is_grad_enabled())
 
 
 def cast_weights_once(device: torch.device) -> AbstractContextManager[object]:

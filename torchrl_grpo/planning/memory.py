@@ -144,7 +144,8 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
         rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
     # Groups without a gradient only run a forward pass, for metrics. With policy.proximal=trainer, each round
     # runs one too.
-    rows.append(Row("train", "prepare", names, weights, optimizer=waiting, activations=forward + copies))
+    forward += _copies(cfg, shape, half, kind if part < 1 else "ddp", has_gradients=False)
+    rows.append(Row("train", "prepare", names, weights, optimizer=waiting, activations=forward))
     return [*rows, Row("train", "optimize", names, weights, gradients, moments, live)]
 
 
@@ -197,7 +198,7 @@ def _frozen_element(cfg: Config, half: bool) -> int:
     return 2 if frozen in ("bfloat16", "float16") or (frozen == "auto" and half) else FLOAT
 
 
-def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
+def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str, has_gradients: bool = True) -> float:
     """Return the bytes of temporary copies of weights that a pass computes with.
 
     Args:
@@ -205,8 +206,10 @@ def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
         shape: shape of the model.
         half: whether autocast computes in 16 bits.
         kind: parallelism with which several ranks hold the model.
+        has_gradients: whether the pass has gradients. Without them, a copy lives as long as its product.
     """
     element = 2.0 if half else float(FLOAT)
+    layers = shape.parameters - shape.outer if has_gradients else shape.layer
     if kind == "fsdp2":
         # Embedding, last norm and output head are gathered in float32 for the whole pass. The fused head
         # keeps a 16-bit copy of its weights. A layer is gathered while it runs, together with the next layer.
@@ -215,17 +218,18 @@ def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
         if shape.plain or not half:
             return FLOAT * shape.outer + fused + 2 * element * shape.layer
         # Weights that are gathered in float32 are cast for each product. The copy lives until the pass ends.
-        return FLOAT * (shape.outer + 2 * shape.layer) + fused + element * (shape.parameters - shape.outer)
+        return FLOAT * (shape.outer + 2 * shape.layer) + fused + element * layers
     if cfg.train_model.lora.rank == 0:
         # Autocast keeps its copies of the weights until the pass ends.
-        return element * shape.parameters if half else 0.0
+        return element * (shape.parameters if has_gradients else shape.layer) if half else 0.0
     if cfg.train_model.quantization == "nf4":
         return element * shape.layer
     if not half or _frozen_element(cfg, half) == element:
         return 0.0
     # Autocast caches no copy of a frozen weight. But autograd keeps the copy of each weight for the backward
     # pass. With gradient checkpointing it keeps the copies of one layer at a time.
-    return element * (shape.layer if cfg.train_model.gradient_checkpointing else shape.parameters)
+    keeps_all = has_gradients and not cfg.train_model.gradient_checkpointing
+    return element * (shape.parameters if keeps_all else shape.layer)
 
 
 def kept_by_layer(

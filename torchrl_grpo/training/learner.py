@@ -155,6 +155,10 @@ class Learner:
         if device.type == "cuda" or cfg.train_model.fused_head:
             notify(f"output head: {'fused (Liger)' if self.scorer.fused_head else 'in blocks'}")
         self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
+        if device.type == "cuda":
+            # Engines in other processes take their share of the GPU from what the driver has. With shards the
+            # memory of the whole model would stay in this process's allocator.
+            torch.cuda.empty_cache()
         loss.set_network(self.network)
         self.budget = self.make_budget()
         self.optimizer_step = OptimizerStep(
