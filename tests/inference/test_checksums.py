@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchrl_grpo.inference import checksums
 from torchrl_grpo.inference.checksums import (
     Checksums,
     Part,
@@ -12,6 +13,7 @@ from torchrl_grpo.inference.checksums import (
     collect_parts,
     compute_checksums,
     merge_ranks,
+    ordered_column_sums,
     ordered_row_sums,
     part_checksum,
 )
@@ -91,6 +93,15 @@ def test_the_order_in_a_segment_counts_where_layouts_are_learned() -> None:
     apart = tensor.clone()
     apart[:, :2], apart[:, 32:34] = tensor[:, 32:34], tensor[:, :2]
     assert checksum(apart) != checksum(tensor)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (3, 6, 10), (0, 4), (4, 0)])
+def test_sums_of_columns_are_those_of_the_transposed_tensor(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "_PIECE_BYTES", 3 * 4 * 6)  # three columns of six numbers
+    tensor = torch.randn(shape)
+    assert torch.equal(ordered_column_sums(tensor), ordered_row_sums(tensor.transpose(-1, -2)))
 
 
 def test_what_is_packed_or_empty_is_read_as_one_row() -> None:

@@ -239,6 +239,18 @@ def ordered_row_sums(tensor: Tensor) -> Tensor:
     return _weighted(_words(tensor), 1)
 
 
+def ordered_column_sums(tensor: Tensor) -> Tensor:
+    """Compute :func:`ordered_row_sums` of a tensor with its last two dimensions swapped.
+
+    Columns are copied a few at a time, because the copy of a large embedding would not fit beside an engine.
+    """
+    width = max(1, _PIECE_BYTES * tensor.shape[-1] // max(1, tensor.nbytes))
+    sums = [ordered_row_sums(columns.transpose(-1, -2)) for columns in tensor.split(width, -1)]
+    if len(sums) == 1:
+        return sums[0]
+    return torch.cat([each.view(*tensor.shape[:-2], -1) for each in sums], -1).flatten()
+
+
 def _weighted(words: Tensor, segment: int, first: int = 0) -> Tensor:
     count = words.shape[1] // segment
     columns = _multipliers(_COLUMNS, first + count, words.device)[first:]

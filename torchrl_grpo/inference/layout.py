@@ -23,6 +23,7 @@ from torchrl_grpo.inference.checksums import (
     Part,
     checksum_tensor,
     combine,
+    ordered_column_sums,
     ordered_row_sums,
     part_checksum,
     row_sums,
@@ -79,9 +80,7 @@ class Seen:
         if tensor.dim() < 2:
             content = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
             return cls(ordered_row_sums(tensor), None, content, tensor.element_size())
-        return cls(
-            ordered_row_sums(tensor), ordered_row_sums(tensor.transpose(-1, -2)), b"", tensor.element_size()
-        )
+        return cls(ordered_row_sums(tensor), ordered_column_sums(tensor), b"", tensor.element_size())
 
 
 @dataclass(frozen=True)
