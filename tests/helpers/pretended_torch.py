@@ -375,8 +375,10 @@ def _cuda(machine: PretendedCuda) -> Iterator[Replacement]:
         "set_device": set_device,
         "device": device,
         # Kernels run at once, so that no stream is ahead of another.
-        "Stream": lambda device=None: SimpleNamespace(wait_stream=nothing),
-        "default_stream": nothing,
+        "Stream": nothing,
+        "current_stream": lambda device=None: SimpleNamespace(
+            record_event=lambda: SimpleNamespace(synchronize=nothing)
+        ),
         "stream": nullcontext,
         "synchronize": lambda device=None: machine.waited("torch.cuda.synchronize"),
         "get_device_capability": lambda device=None: machine.capability,

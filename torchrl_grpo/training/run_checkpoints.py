@@ -86,10 +86,13 @@ class RunCheckpoints:
         step, training, base = counters.step, self._training(), self._base
         best_step = counters.best_step if cfg.train.keep_best else None
         offloads = self._state.parts.plan.offload_optimizer
+        # The update may still run on the GPU, in this thread's stream, which vLLM may have replaced.
+        updated = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
         def write(on_state_read: Callable[[], None]) -> None:
             content: dict[str, Any] = {"state": state, "weights": weights}
-            if device.type == "cuda":
+            if updated is not None:
+                updated.synchronize()
                 content = _on_host(content, device)
                 # Moments in host memory are not copied, and stay the optimizer's own.
                 if weights is not None and not offloads:
@@ -163,9 +166,7 @@ def _on_host(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return copies[key]
 
     # In a stream of its own a copy neither waits for the work that is queued nor delays it.
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(torch.cuda.Stream(device)):
         moved: dict[str, Any] = tree_map_only(Tensor, copied, content)
     return moved
 
