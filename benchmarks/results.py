@@ -205,13 +205,20 @@ def overlap(work: Workload, rows: dict[int, Comparison], planned: int) -> Part:
     )
 
 
-def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
-    """Report and plot the memory of a long asynchronous run."""
+def _drawing() -> Any:
+    """Return pyplot, set to write text as text, which takes a third of the lines of outlines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams["svg.fonttype"] = "none"
+    return pyplot
+
+
+def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
+    """Report and plot the memory of a long asynchronous run."""
+    pyplot = _drawing()
     names = {"trainer": "trainer", "workers": "two workers", "object_store": "Ray's object store"}
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for key, label in names.items():
@@ -241,11 +248,7 @@ def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
 
 def growth(rows: dict[str, list[dict[str, Any]]], planned: int, plot: Path) -> Part:
     """Report and plot the training phase as one size grows. ``planned`` is the planned number of rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _drawing()
     figure, axes = pyplot.subplots(2, len(rows), figsize=(4 * len(rows), 6), sharey="row", squeeze=False)
     for column, (axis, points) in enumerate(rows.items()):
         values = [point["value"] for point in points]
@@ -304,7 +307,8 @@ def save(name: str, part: Part, machine: str, folder: Path) -> None:
     figures = folder / _FIGURES
     known: dict[str, Any] = json.loads(figures.read_text()) if figures.exists() else {}
     known[name] = {**dataclasses.asdict(part), "machine": machine}
-    _replace(figures, json.dumps(known, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in known.items())
+    _replace(figures, f"{{\n{lines}\n}}\n")
     text = [
         "# Benchmark results\n",
         "Written by `make bench`. Two sides of a comparison run in turn, A B A B; numbers are medians with "

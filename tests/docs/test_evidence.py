@@ -175,7 +175,7 @@ def test_a_picture_of_many_arms_has_a_color_for_each(tmp_path: Path) -> None:
     page.draw("game", Experiment("", "", dict.fromkeys(arms, ()), times_steps=True), rows, tmp_path)
     picture = (tmp_path / "evidence-game.svg").read_text()
     lines = re.findall(r'id="line2d_\d+">\s*<path d="[^"]*"[^>]*style="fill: none; stroke: (#\w{6})', picture)
-    assert len({*lines}) >= 12 and all(f"<!-- {arm} -->" in picture for arm in arms)
+    assert len({*lines}) >= 12 and all(f">{arm}</text>" in picture for arm in arms)
 
 
 def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
