@@ -28,26 +28,13 @@ from PIL import Image
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, RunFolderLost
-from torchrl_grpo.observe import (
-    EvaluationWriter,
-    MetricsWriter,
-    Progress,
-    RolloutWriter,
-    build,
-    pass_at_k,
-    peak_cuda_gib,
-    peak_memory_gib,
-    plot,
-    read_jsonl,
-    report,
-    summary,
-    wandb_login,
-    wilson,
-)
-from torchrl_grpo.observe.loggers import Loggers
+from torchrl_grpo.observe import report, wandb_login
+from torchrl_grpo.observe.loggers import Loggers, build
+from torchrl_grpo.observe.metrics import EvaluationWriter, MetricsWriter, RolloutWriter, read_jsonl
 from torchrl_grpo.observe.pictures import write_pictures
-from torchrl_grpo.observe.report import SUMMARY, of_ended_run
-from torchrl_grpo.observe.stats import cuda_in_use
+from torchrl_grpo.observe.progress import Progress
+from torchrl_grpo.observe.report import SUMMARY, of_ended_run, plot, summary
+from torchrl_grpo.observe.stats import cuda_in_use, pass_at_k, peak_cuda_gib, peak_memory_gib, wilson
 
 # --- statistics ------------------------------------------------------------------------------------
 
@@ -646,8 +633,8 @@ def config(*backends: str) -> Config:
 
 def test_observe_is_light() -> None:
     code = (
-        "import sys\nfrom torchrl_grpo.config import Config\nfrom torchrl_grpo import observe\n"
-        "loggers = observe.build(Config(), '.')\nloggers.log_scalars({'a': 1.0}, 1)\nloggers.close()\n"
+        "import sys\nfrom torchrl_grpo.config import Config\nfrom torchrl_grpo.observe import loggers\n"
+        "loggers = loggers.build(Config(), '.')\nloggers.log_scalars({'a': 1.0}, 1)\nloggers.close()\n"
         "print([name for name in ('torch', 'matplotlib', 'wandb') if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -208,7 +208,4 @@ class Progress:
     def _left(self, step: int) -> str:
         """Time to the end at the mean pace so far, as ``1:02:03`` or ``02:03``."""
         pace = (self._clock() - self._started) / (step - self._start_step)
-        seconds = math.ceil(pace * max(0, self.total_steps - step))
-        minutes, seconds = divmod(seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
+        return str(tqdm.format_interval(math.ceil(pace * max(0, self.total_steps - step))))

@@ -215,11 +215,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
         raise ValueError(f"correct={correct} must lie within 0 and n={n}.")
     if not 1 <= k <= n:
         raise ValueError(f"k={k} must lie within 1 and n={n}.")
-    all_wrong = 1.0
-    for drawn in range(k):
-        # The next of k draws without replacement is wrong too; 0 once the wrong ones are used up.
-        all_wrong *= max(0, n - correct - drawn) / (n - drawn)
-    return 1.0 - all_wrong
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def peak_memory_gib() -> float:
