@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.evidence import comparisons, published, tasks
+from benchmarks.evidence import comparisons, other_ways, published, tasks
 from benchmarks.evidence.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = tasks.EXPERIMENTS | published.EXPERIMENTS | comparisons.EXPERIMENTS
+EXPERIMENTS: dict[str, Experiment] = (
+    tasks.EXPERIMENTS | other_ways.EXPERIMENTS | published.EXPERIMENTS | comparisons.EXPERIMENTS
+)

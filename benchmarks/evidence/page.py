@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence import comparisons, published, tasks
+from benchmarks.evidence import comparisons, other_ways, published, tasks
 from benchmarks.evidence.experiment import NO_RISE, Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import interval
@@ -27,10 +27,11 @@ _BEGIN, _END = "<!-- Made by python -m benchmarks.evidence. -->\n", "<!-- End of
 _MOST_IN_PANEL = 6
 _HEAD = f"""# Results
 
-What models learn here, mostly over several seeds, with intervals and, for some tasks, controls. A claim is
+What GRPO teaches a small model on generated tasks, beside controls, with intervals. A claim is
 refuted if {NO_RISE[0].lower()}{NO_RISE[1:-1]}, unless its section says otherwise.
-[IFEval and GSM8K](results_ifeval_gsm8k.md) and [comparisons](comparisons.md) with TRL and between settings
-have pages of their own. A section is one command, and NAME its file of records:
+[IFEval and GSM8K](results_ifeval_gsm8k.md), [a server, a teacher and pictures](results_other_ways.md), and
+[comparisons](comparisons.md) with TRL and between settings have pages of their own. A section is one command,
+and NAME its file of records:
 
 ```
 python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page
@@ -50,6 +51,11 @@ temperature 1, is right. Seconds are those of each command of an arm, with its s
 """
 
 
+_OTHER_WAYS_HEAD = """# Results of other ways of learning
+
+What a game on a server, a teacher, and pictures teach. Commands, raw responses, intervals and columns are as
+in [results](results.md).
+"""
 _PUBLISHED_HEAD = """# Results on IFEval and GSM8K
 
 What a model of 135M parameters learns on two published benchmarks, under limits that make these numbers no
@@ -69,6 +75,7 @@ raw responses, intervals and columns are as in [results](results.md).
 # Pages with their beginnings and experiments.
 PAGES: Mapping[Path, tuple[str, Mapping[str, Experiment]]] = {
     _ROOT / "docs/results.md": (_HEAD, tasks.EXPERIMENTS),
+    _ROOT / "docs/results_other_ways.md": (_OTHER_WAYS_HEAD, other_ways.EXPERIMENTS),
     _ROOT / "docs/results_ifeval_gsm8k.md": (_PUBLISHED_HEAD, published.EXPERIMENTS),
     _ROOT / "docs/comparisons.md": (_COMPARISONS_HEAD, comparisons.EXPERIMENTS),
 }

@@ -142,12 +142,6 @@ REVERSAL = _task(
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "openenv": Experiment(
-        "GRPO teaches SmolLM2-135M a game of two turns on an OpenEnv server.",
-        "The held-out share of games won rises by less than 0.30.",
-        _LEARNING["openenv"],
-        outcome="The claim holds.",
-    ),
     "sums": Experiment(
         "GRPO teaches SmolLM2-135M sums of two numbers up to 10 by rewards that know the answer, not by form "
         "or chance, and more than supervised fine-tuning does.",
@@ -163,21 +157,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         "after them adds little. GRPO is for tasks whose answers can be checked and whose solutions nobody "
         "has written.",
         contrasts=(("SFT, then GRPO", "SFT"),),
-    ),
-    "distillation": Experiment(
-        "A model that GRPO trained teaches its base at least 0.9 of its accuracy on the base's own text.",
-        "The student reaches less than 0.9 of the teacher's accuracy.",
-        _LEARNING["distill"],
-        outcome="The claim holds: each student reaches 1.01 to 1.03 of its teacher's accuracy.",
-    ),
-    "pictures": Experiment(
-        "GRPO improves how a model of a million parameters, trained from scratch by SFT, counts shapes in "
-        "small pictures.",
-        "The interval of the difference includes 0.",
-        _LEARNING["pictures"],
-        r"\d+",
-        outcome="The claim holds, and the form stays right. Values are shares of sampled answers, four a "
-        "problem, and most are still wrong. The recipe was chosen on seed 0, with these problems.",
     ),
     "needle": _task(
         "needle_haystack",
@@ -281,8 +260,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=144",
             "optimizer.lr=2e-5",
         ),
-        "Open, as some runs are missing; those here support the claim. The recipe was chosen on seed 7, with "
-        "100 of these problems.",
+        "The claim holds. The intervals of SFT's lead, on 128 written solutions, and of what GRPO changes "
+        "after it include 0. The recipe was chosen on seed 7, with 100 of these problems.",
         samples=8,
     ),
 }
