@@ -556,7 +556,7 @@ def test_a_run_for_the_model_before_training_keeps_the_record_that_is_there(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["neddle"], "NAME=neddle: there is no such experiment; write one of openenv, "),
+        (["neddle"], "NAME=neddle: there is no such experiment; write one of sums, "),
         (["needle", "--arm", "random"], "--arm=random: needle has no such arm; write one of GRPO, "),
         (["needle", "--seed", "7"], "--seed=7: needle has no such seed; write one of 0 to 3"),
         (["needle"], "--folder: it is missing; write the folder for the runs"),
