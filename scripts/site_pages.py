@@ -1,9 +1,9 @@
 """Pages of the documentation's site, for MkDocs.
 
 The site has the folders of the repository, so that a link between two pages holds on both. MkDocs itself
-knows ``docs/`` alone: this hook puts those pages below ``docs/``, and adds the pages of other folders and the
-files that pages link to, such as the YAML files of ``config/``. It also fills in tables
-(``scripts/site_tables.py``).
+knows ``docs/`` alone: this hook puts those pages below ``docs/``, and adds the pages of other folders, one of
+the reference for each subpackage, and the files that pages link to, such as the YAML files of ``config/``. It
+also fills in tables (``scripts/site_tables.py``).
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     site = [
         File.generated(config, path.relative_to(root).as_posix(), abs_src_path=str(path)) for path in sources
     ]
+    names = [path.parent.name for path in (root / "torchrl_grpo").glob("*/__init__.py")]
+    for name in (*names, "errors"):
+        text = f"# {name}\n\n::: torchrl_grpo.{name}\n"
+        site.append(File.generated(config, f"docs/api/{name}.md", content=text))
     theme = [file for file in files if not Path(file.abs_src_path or "").is_relative_to(docs)]
     return Files([*theme, *site])
 
