@@ -62,6 +62,9 @@ def load_reference(
     # In 16 bits, most updates of a slow moving average would round to nothing.
     if auto and autocast is not None and (teacher is not None or cfg.ref_model.refresh_mix == 1):
         hold_as_computed(model, autocast)
+        if device.type == "cuda":
+            # An engine in another process may need what this has freed.
+            torch.cuda.empty_cache()
     fuse_norms(model)
     # The head must round like the policy's. Otherwise equal models would have a divergence.
     head_dtype = resolve_head(cfg.train_model.head_dtype)

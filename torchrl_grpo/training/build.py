@@ -196,12 +196,13 @@ def _build(
         if plan.engine_in_each_rank
         else build_engine,
     )
+    # A reference model in processes of its own scores a group before the group reaches the trainer. The
+    # trainer's is loaded before the engine takes its share of the GPU, because in float32 it is larger.
+    in_trainer = not plan.reference.own_process
+    reference = build_reference(cfg, frozen, plan.reference_devices, learner) if in_trainer else None
     progress.phase("starting the engine")
     collector = make_collector(cfg, engine_source, env, tokenizer)
     exit_stack.callback(collector.shutdown)
-    # A reference model in processes of its own scores a group before the group reaches the trainer.
-    in_trainer = not plan.reference.own_process
-    reference = build_reference(cfg, frozen, plan.reference_devices, learner) if in_trainer else None
     transforms = [*([reference] if reference else []), *learner.proximal_transforms(), learner.advantage]
     buffer = GroupBuffer(
         cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
