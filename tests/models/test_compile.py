@@ -91,6 +91,18 @@ def test_what_the_compiler_writes_has_the_same_numbers_and_works_under_mixed_pre
     assert_rounds_alike(measured, plain, exact_numbers("llama", 1))
 
 
+def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without compiled layers, training would take more memory than was planned."""
+
+    def run_out(self: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    model = make_model()
+    monkeypatch.setattr(Tensor, "backward", run_out)
+    with compiler_backend(lambda graph, inputs: graph), pytest.raises(torch.OutOfMemoryError):
+        compile_layers(model, TokenScorer(model))
+
+
 def test_a_compiler_that_fails_is_said_and_not_used() -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")

@@ -192,6 +192,8 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
         log_probs = [run(*tokens).log_probs for run in (exact, scorer)]
         torch.stack([values.sum() for values in log_probs]).sum().backward()
     except (RuntimeError, OSError) as error:
+        if ran_out_of_memory(error):
+            raise
         # The first line of a backend's error is only the backend's name.
         why = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
     else:
