@@ -56,9 +56,13 @@ def test_segments_grow_where_no_engine_sleeps(gpus: int, backend: str, expected:
     assert os.environ[CONF] == expected
 
 
-def test_another_rank_does_so_before_it_has_a_plan() -> None:
+def test_another_rank_does_so_before_it_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
     _prepare_process(None, None)
     assert os.environ[CONF] == GROWS
+    # Rank 0 lists the GPUs in this order.
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def allocator_of_a_server(folder: Path) -> str:

@@ -248,10 +248,14 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def number_gpus_by_bus() -> None:
+    """Let CUDA, before it starts, number GPUs as nvidia-smi and plans do. By default the fastest is first."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
 def _listed() -> list[Gpu]:
     """List every GPU of the machine."""
-    # By default CUDA numbers the fastest GPU first. Plans use nvidia-smi's order, so make CUDA use it too.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    number_gpus_by_bus()
     if shutil.which("nvidia-smi") is None:
         return [Gpu() for _ in Path("/dev").glob("nvidia[0-9]*")]
     done = _ask_smi("uuid,memory.total,driver_version,compute_cap,name")

@@ -345,6 +345,8 @@ def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
     sleeps = plan is not None and plan.sleeps and cfg is not None and cfg.inference_model.engine.sleeps_on_gpu
     on_gpu = plan is None or plan.num_gpus > 0
     if on_gpu:
+        # The ranks of a launcher list no GPUs.
+        hardware.number_gpus_by_bus()
         hardware.put_own_programs_on_path()
     if on_gpu and not sleeps:
         hardware.use_expandable_segments()
