@@ -158,9 +158,9 @@ def test_prompts_are_enough_for_a_teacher(
     teacher = build_tiny_model(tmp_path / "teacher", seed=5)
     command = command.partition("  #")[0].replace("TEACHER", str(teacher))
     write(tmp_path / "prompts.jsonl", [{"question": f"Say {number}."} for number in range(40)])
-    (tmp_path / "my_reward.py").write_text(SHAPED)
+    (tmp_path / "my_rewards.py").write_text(SHAPED)
     # The data set of the recipe is on the hub.
-    data = ["env=jsonl", "env.data_path=prompts.jsonl", "reward.functions={brevity:my_reward.py:brevity}"]
+    data = ["env=jsonl", "env.data_path=prompts.jsonl", "reward.functions={brevity:my_rewards.py:brevity}"]
     changes = [] if which in data[1] else data
     train_in(
         tmp_path,
