@@ -10,6 +10,12 @@ from typing import Any
 from torchrl_grpo.rewards.sandbox import no_code
 
 
+def prepare(setup: Any) -> None:
+    """Never ends, for a setup that says so."""
+    if setup == "hang":
+        threading.Event().wait()
+
+
 def hang(payload: Any) -> float:
     """Answers, but for payloads that say otherwise."""
     answer = payload["answer"]

@@ -438,6 +438,14 @@ def test_more_workers_than_fit_in_memory_are_refused(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+def test_a_setup_has_a_time_limit_of_its_own() -> None:
+    """A large reward model loads longer than a worker may take to start."""
+    pool = WorkerPool(HANG, size=1, timeout_s=5.0, setup="hang", setup_limit_s=0.1)
+    with pytest.raises(JobError, match=r"did not answer within 0.1 s"):
+        pool.wait_until_started()
+
+
+@pytest.mark.slow
 def test_a_job_that_cannot_be_imported_says_so() -> None:
     pool = WorkerPool("no_such_module:run", size=1, timeout_s=5.0)
     try:

@@ -17,6 +17,8 @@ from torchrl_grpo.rewards.types import Result
 from torchrl_grpo.runtime.paths import expanded
 
 JOB = "torchrl_grpo.envs.reward_model:run"
+# Seconds in which a model is downloaded and loaded, as a judge has.
+_LOAD_LIMIT_S = 1800.0
 
 
 class RewardModelReward:
@@ -43,7 +45,16 @@ class RewardModelReward:
             "max_tokens": args.max_tokens,
         }
         label = f"reward.functions.{name}=hf:{source}"
-        self._pool = WorkerPool(JOB, 1, args.timeout_s, label=label, setup=setup, max_bytes=None, gpu=gpu)
+        self._pool = WorkerPool(
+            JOB,
+            1,
+            args.timeout_s,
+            label=label,
+            setup=setup,
+            setup_limit_s=_LOAD_LIMIT_S,
+            max_bytes=None,
+            gpu=gpu,
+        )
         try:
             self._pool.wait_until_started()
         except JobError as error:

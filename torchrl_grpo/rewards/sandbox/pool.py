@@ -103,11 +103,13 @@ class _Worker:
         *,
         label: str,
         setup: Any,
+        setup_limit_s: float,
         max_bytes: int | None,
         isolation: Isolation,
         gpu: int | None,
     ) -> None:
-        self._label, self._timeout_s, self._setup = label, timeout_s, setup
+        self._label, self._timeout_s = label, timeout_s
+        self._setup, self._setup_limit_s = setup, setup_limit_s
         self._grace_s = 0.0 if isolation is Isolation.none else _GRACE_S
         passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
         self._supervised = SupervisedProcess(
@@ -133,8 +135,9 @@ class _Worker:
         try:
             with self._as_job_errors(START_LIMIT_S):
                 self._channel.wait_until_ready(START_LIMIT_S)
-                if self._setup is not None:
-                    self._channel.ask({"setup": self._setup}, START_LIMIT_S)
+            if self._setup is not None:
+                with self._as_job_errors(self._setup_limit_s):
+                    self._channel.ask({"setup": self._setup}, self._setup_limit_s)
         except JobFailed as error:
             # Not a JobFailed: this worker cannot be used.
             raise JobError(f"the worker process of {self._label} cannot start: {error}") from error
@@ -193,7 +196,8 @@ class WorkerPool:
         size: number of workers. They start immediately, and restart after a kill.
         timeout_s: time limit of one call in seconds.
         setup: JSON-serializable argument of the function ``prepare`` of the same module, which each worker
-            calls once, with the time limit of a start. None calls nothing.
+            calls once. None calls nothing.
+        setup_limit_s: time limit of this call in seconds.
         label: name of the function in messages; ``target`` by default.
         max_bytes: limit of a worker's address space, so that a runaway expression ends in a MemoryError of
             the worker; None for no limit.
@@ -209,6 +213,7 @@ class WorkerPool:
         *,
         label: str | None = None,
         setup: Any = None,
+        setup_limit_s: float = START_LIMIT_S,
         max_bytes: int | None = 4 * 2**30,
         isolation: Isolation = Isolation.none,
         gpu: int | None = None,
@@ -220,6 +225,7 @@ class WorkerPool:
             timeout_s,
             label=self._label,
             setup=setup,
+            setup_limit_s=setup_limit_s,
             max_bytes=max_bytes,
             isolation=isolation,
             gpu=gpu,
