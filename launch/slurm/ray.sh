@@ -114,7 +114,8 @@ export address
 # Whoever reaches Ray's port could run programs as this user.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
-export RAY_free_objects_period_milliseconds=10
+# No waiting processes for each core of a node, and engines with the priority of the trainer.
+export RAY_free_objects_period_milliseconds=10 RAY_prestart_worker_first_driver=0 RAY_worker_niceness=0
 
 only_gpus() {
     local all number chosen=()
@@ -124,8 +125,14 @@ only_gpus() {
     export CUDA_VISIBLE_DEVICES
 }
 
+# Ray's usual folder, /tmp/ray, belongs to the first user of a node, and TMPDIR may be too long for its sockets.
+ray_folder() {
+    echo "$(mktemp -d -p /tmp grpo-ray-XXXXXX)/ray"
+}
+
 ray_head() {
     trap '' USR1
+    folder=$(ray_folder)
     only_gpus 1 2 3
     exec ray \
         start \
@@ -133,16 +140,19 @@ ray_head() {
         --block \
         --disable-usage-stats \
         --include-dashboard=false \
+        --temp-dir="$folder" \
         --port="$port"
 }
 
 ray_worker() {
     trap '' USR1
     python -P -m torchrl_grpo.slurm.gate --timeout=1800 --ray="$address"
+    folder=$(ray_folder)
     exec ray \
         start \
         --block \
         --disable-usage-stats \
+        --temp-dir="$folder" \
         --address="$address"
 }
 
