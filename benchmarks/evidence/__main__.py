@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.evidence import page, records
+from benchmarks.evidence import page, picture, records
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import first_model, folders_of, run_stages
 
@@ -70,7 +70,7 @@ def _write_page() -> None:
         path.write_text(page.page(head, experiments, present))
     for name, rows in present.items():
         if rows:
-            page.draw(name, EXPERIMENTS[name], rows, page.PICTURES)
+            picture.draw(name, EXPERIMENTS[name], rows, page.PICTURES)
     if sampled := present[page.SAMPLED]:
         page.README.write_text(page.with_samples(page.README.read_text(), sampled))
     sys.stdout.write(f"written to {' and '.join(map(str, page.PAGES))}\n")

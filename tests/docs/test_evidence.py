@@ -21,7 +21,7 @@ from run_files import write_evaluations
 from scipy import stats
 
 from benchmarks.evidence import __main__ as command
-from benchmarks.evidence import controls, last_step, page, policies, published, records, with_trl
+from benchmarks.evidence import controls, last_step, page, picture, policies, published, records, with_trl
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.learning import Stage, first_model
@@ -172,10 +172,10 @@ def test_a_picture_of_many_arms_has_a_color_for_each(tmp_path: Path) -> None:
     arms = [f"arm {number}" for number in range(12)]
     curve = {"steps": [0, 8], "values": [0.0, 0.5], "clock": [0.0, 9.0]}
     rows = [made(arm, 0, [0.0], [0.5], **curve) for arm in arms]
-    page.draw("game", Experiment("", "", dict.fromkeys(arms, ()), times_steps=True), rows, tmp_path)
-    picture = (tmp_path / "evidence-game.svg").read_text()
-    lines = re.findall(r'id="line2d_\d+">\s*<path d="[^"]*"[^>]*style="fill: none; stroke: (#\w{6})', picture)
-    assert len({*lines}) >= 12 and all(f">{arm}</text>" in picture for arm in arms)
+    picture.draw("game", Experiment("", "", dict.fromkeys(arms, ()), times_steps=True), rows, tmp_path)
+    drawn = (tmp_path / "evidence-game.svg").read_text()
+    lines = re.findall(r'id="line2d_\d+">\s*<path d="[^"]*"[^>]*style="fill: none; stroke: (#\w{6})', drawn)
+    assert len({*lines}) >= 12 and all(f">{arm}</text>" in drawn for arm in arms)
 
 
 def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
