@@ -28,8 +28,8 @@ _HEAD = f"""# Results
 What GRPO teaches a small model on generated tasks, beside controls, with intervals. A claim is
 refuted if {NO_RISE[0].lower()}{NO_RISE[1:-1]}, unless its section says otherwise.
 [IFEval and GSM8K](results_ifeval_gsm8k.md), [a server, a teacher and pictures](results_other_ways.md), and
-[comparisons](comparisons.md) with TRL and between settings have pages of their own. A section is one command,
-and NAME its file of records:
+[comparisons](comparisons.md) with TRL and between settings have pages of their own. A section is one
+command, where NAME is the name of its file of records:
 
 ```
 python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page

@@ -126,13 +126,9 @@ only_gpus() {
 }
 
 # Ray's usual folder, /tmp/ray, belongs to the first user of a node, and TMPDIR may be too long for its sockets.
-ray_folder() {
-    echo "$(mktemp -d -p /tmp grpo-ray-XXXXXX)/ray"
-}
-
 ray_head() {
     trap '' USR1
-    folder=$(ray_folder)
+    folder=$(mktemp -d -p /tmp grpo-ray-XXXXXX)
     only_gpus 1 2 3
     exec ray \
         start \
@@ -140,19 +136,19 @@ ray_head() {
         --block \
         --disable-usage-stats \
         --include-dashboard=false \
-        --temp-dir="$folder" \
+        --temp-dir="$folder/ray" \
         --port="$port"
 }
 
 ray_worker() {
     trap '' USR1
     python -P -m torchrl_grpo.slurm.gate --timeout=1800 --ray="$address"
-    folder=$(ray_folder)
+    folder=$(mktemp -d -p /tmp grpo-ray-XXXXXX)
     exec ray \
         start \
         --block \
         --disable-usage-stats \
-        --temp-dir="$folder" \
+        --temp-dir="$folder/ray" \
         --address="$address"
 }
 
