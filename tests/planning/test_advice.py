@@ -16,7 +16,7 @@ from torchrl_grpo.config.checks import schedule, whole
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
-from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning import memory, preflight
 from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -114,6 +114,17 @@ def test_what_is_advised_fits(
         assert again.prediction is not None
         for device in {*again.plan.train.devices, *again.plan.inference.devices}:
             assert again.prediction.peak(device)[0] <= gib * 2**30, proposal
+
+
+def test_a_large_teacher_is_loaded_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES["0.5B"])
+    monkeypatch.setattr(memory, "read_teacher_shape", lambda name, cache_dir: SHAPES["32B"])
+    there = Hardware((79.2,) * 3, 900.0, ((9, 0),) * 3)
+    words = "policy.distill_coef=1 teacher_model.name=large teacher_model.num_devices=1"
+    with pytest.raises(ConfigError, match=r"122\.\d\d GiB .* while loading, most of it for teacher") as error:
+        planned(words, False, there)
+    assert advised(str(error.value)) == ["teacher_model.dtype=bfloat16"]
+    planned(f"{words} teacher_model.dtype=bfloat16", False, there)
 
 
 @pytest.mark.parametrize(

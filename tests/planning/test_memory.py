@@ -35,6 +35,7 @@ from torchrl_grpo.models.shape import (
     _PLAIN,
     _SMOLLM2,
     ModelShape,
+    TowerShape,
     Unknown,
     count_parameters,
     model_folder,
@@ -538,6 +539,43 @@ def test_adapters_have_small_gradients_and_no_reference() -> None:
     assert small.gradients + small.optimizer < 0.1 * row(whole, "train", "optimize").gradients
 
 
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"], ["down_proj"]])
+def test_adapters_are_counted_as_peft_makes_them(targets: list[str]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from torchrl_grpo.models.lora import add_adapters, is_adapter
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    add_adapters(model, LoraConfig(rank=5, target_modules=targets), seed=0)
+    shape = shape_of(model.config.to_dict(), None)
+    assert shape is not None
+    made = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
+    assert shape.adapters(5, targets) == made
+
+
+def test_adapters_of_layers_with_other_names_are_not_underrated() -> None:
+    every = SEVEN_B.adapters(4, ["all-linear"])
+    assert SEVEN_B.adapters(4, ["qkv_proj", "q_proj"]) == every > SEVEN_B.adapters(4, ["q_proj"])
+    tower = replace(SEVEN_B, tower=TowerShape(1000, hidden=8, layers=2, mlp=12, patches=4))
+    # Per layer four matrices of 8 by 8, and two of 8 by 12.
+    assert tower.adapters(4, ["all-linear"], tower=True) == every + 4 * 2 * (4 * 16 + 2 * 20)
+
+
+def test_an_engine_that_starts_beside_the_trainer_needs_two_copies_of_the_largest_matrix() -> None:
+    matrix = SEVEN_B.vocabulary * SEVEN_B.hidden
+    asleep, awake = (
+        predicted(config(inference_model__sleep=sleeps, inference_model__backend="vllm"), (80.0,))
+        for sleeps in (True, False)
+    )
+    for prediction, cache in ((asleep, 0.0), (awake, row(awake, "inference", "generate").cache)):
+        start = row(prediction, "inference", "start")
+        assert (start.activations, start.cache) == (2 * start.weights / SEVEN_B.parameters * matrix, cache)
+        assert row(prediction, "train", "start").total == row(prediction, "train", "generate").total
+    assert not [entry for entry in predicted(config(), ()).rows if entry.phase == "start"]
+
+
 def test_a_frozen_base_is_held_as_configured() -> None:
     cfg = config()
     cfg.train_model.lora.rank = 16
@@ -548,9 +586,11 @@ def test_a_frozen_base_is_held_as_configured() -> None:
             Quantization(quantization),
         )
         sizes[dtype] = row(predicted(cfg), "train", "optimize").weights
-    assert (sizes["float32"], sizes["bfloat16"]) == (4 * SEVEN_B.parameters, 2 * SEVEN_B.parameters)
+    adapters = 4 * SEVEN_B.adapters(16, ["all-linear"])
+    assert sizes["float32"] == 4 * SEVEN_B.parameters + adapters
+    assert sizes["bfloat16"] == 2 * SEVEN_B.parameters + adapters
     # Embedding and output head are not packed.
-    packed = (sizes["auto"] - 4 * SEVEN_B.outer) / (SEVEN_B.parameters - SEVEN_B.outer)
+    packed = (sizes["auto"] - adapters - 4 * SEVEN_B.outer) / (SEVEN_B.parameters - SEVEN_B.outer)
     assert 0.5 < packed < 0.6
 
 

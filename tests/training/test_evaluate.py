@@ -23,7 +23,9 @@ from torchrl_grpo.inference import Completion, Sampling
 from torchrl_grpo.rewards.graders import CountingGrader, Graded, OwnRewardGrader
 from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.types import ResponseScore
-from torchrl_grpo.training.evaluator import Evaluator
+from torchrl_grpo.training.evaluator import Evaluation, Evaluator
+from torchrl_grpo.training.held_out_loss import HeldOutLoss
+from torchrl_grpo.training.session import Session
 
 
 class Script:
@@ -228,3 +230,34 @@ def test_what_a_built_in_grader_says_is_kept_too(tiny_model_dir: Path) -> None:
     row = evaluator(engine).rows[1]
     assert (row["rewards"], row["grade"]) == ({"exact": 0.0, "letter": 1.0}, 0.0)
     assert "reward" not in row and "errors" not in row
+
+
+@pytest.mark.parametrize("is_loss", [False, True])
+def test_the_engine_sleeps_only_while_the_trainer_grades(is_loss: bool) -> None:
+    evaluation = Evaluation({"eval/num_problems": 1}, [], [])
+    order: list[str] = []
+
+    class Loss(HeldOutLoss):
+        def __init__(self) -> None:
+            pass
+
+        def __call__(self, engine: object) -> Evaluation:
+            order.append("grade")
+            return evaluation
+
+    def grade(engine: object) -> Evaluation:
+        order.append("grade")
+        return evaluation
+
+    session: Any = object.__new__(Session)
+    session._asleep = False
+    session.parts = SimpleNamespace(
+        plan=SimpleNamespace(sleeps=True),
+        workers=SimpleNamespace(local_engine=SimpleNamespace(sleep=lambda: order.append("sleep"))),
+        evaluator=Loss() if is_loss else grade,
+        publisher=SimpleNamespace(verify_new_results=lambda: None),
+    )
+    session.counters = SimpleNamespace(take_grades=dict)
+    session.outputs = SimpleNamespace(evaluations=None)
+    session.evaluate()
+    assert order == (["sleep", "grade"] if is_loss else ["grade"])

@@ -10,8 +10,8 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -131,6 +131,8 @@ class VLLMEngine(SteppingEngine):
         self._names = itertools.count()
         self._running: dict[str, Request] = {}
         self._gpu_memory_utilization = gpu_memory_utilization
+        self._can_sleep: bool = arguments.get("enable_sleep_mode", False)
+        self._asleep = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -199,7 +201,21 @@ class VLLMEngine(SteppingEngine):
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization}, which leaves more "
             "memory to the rest of the process"
         ):
-            self._weights.locate_weights(shapes, self.load_weights)
+            self._weights.locate_weights(shapes, self.load_weights, self._without_cache())
+
+    @contextmanager
+    def _without_cache(self) -> Iterator[None]:
+        """Leave the memory of keys and values to the rest of the process, if the engine can sleep.
+
+        The weights are undefined inside until they are loaded.
+        """
+        if not self._can_sleep:
+            yield
+            return
+        self.sleep()
+        self.llm.wake_up(tags=["weights"])
+        yield
+        self.wake()
 
     def checksums(self) -> tuple[Checksums, ...]:
         return (self._weights.checksums(),)
@@ -211,6 +227,7 @@ class VLLMEngine(SteppingEngine):
 
     def sleep(self) -> None:
         self.llm.sleep(level=2)
+        self._asleep = True
 
     def wake(self) -> None:
         with stop_on_oom(
@@ -219,8 +236,18 @@ class VLLMEngine(SteppingEngine):
             "new run with a smaller model.name or train_model.lora.rank=16"
         ):
             self.llm.wake_up()
+        self._asleep = False
 
     def close(self) -> None:
+        try:
+            if self._asleep:
+                # vLLM's allocator fails if it frees memory that sleep has unmapped. The error would stay in
+                # it, and the next engine of a sweep could not start.
+                self.wake()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         # Keep the model until LLMEngine is deleted: vLLM needs it to free compiler state. If the model goes
         # first, hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
         model = self._weights.model

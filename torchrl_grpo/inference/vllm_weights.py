@@ -10,7 +10,7 @@ product is one times a number, plus zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,7 +197,10 @@ class VLLMWeights:
         self._in_place = None
 
     def locate_weights(
-        self, shapes: Mapping[str, Shape], update: Callable[[Iterable[tuple[str, Tensor]]], None]
+        self,
+        shapes: Mapping[str, Shape],
+        update: Callable[[Iterable[tuple[str, Tensor]]], None],
+        with_room: AbstractContextManager[None],
     ) -> None:
         """Learn which tensor of vLLM holds each published tensor.
 
@@ -206,16 +209,23 @@ class VLLMWeights:
         Args:
             shapes: shapes of the published tensors by name.
             update: function that replaces all weights.
+            with_room: context to replace them in. It may discard the weights at its start.
 
         Raises:
             ModelError: vLLM does not load a tensor, or loads only a part of it. With several ranks, the
                 caller compares what they hold.
         """
-        device = self._worker.device
         # vLLM's own loader shows where the tensors lie.
         self._in_place = None
         self._first = dict(self._sums_of_rows())
         self._comparisons_left = _COMPARED
+        with with_room:
+            self._locate(shapes, update)
+
+    def _locate(
+        self, shapes: Mapping[str, Shape], update: Callable[[Iterable[tuple[str, Tensor]]], None]
+    ) -> None:
+        device = self._worker.device
         seen = self._with_fingerprints(shapes, update)
         for path, module in self.model.named_modules():
             if "cpu_linear" in vars(module) and f"{path}.weight" not in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ class ModelShape:
     def matrices(self) -> int:
         """Number of weights in the linear layers, without the output head and without stacks of experts."""
         return min(self.text - self.outer, self.layers * _layer(self))
+
+    def adapters(self, rank: int, targets: Collection[str], tower: bool = False) -> int:
+        """Number of weights of low-rank adapters: ``rank`` times the input and the output of each layer.
+
+        Args:
+            rank: rank of the adapters.
+            targets: names of the linear layers with adapters. If one has no usual name, all layers count.
+            tower: whether the vision tower has adapters, too.
+        """
+        h, f = self.hidden, self.mlp
+        queries, keys, mlp = h + self.queries, h + self.keys, h + f
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+        sizes |= {name: mlp for name in ("up_proj", "down_proj", *(("gate_proj",) if self.gated else ()))}
+        named = set(targets)
+        chosen = sizes.keys() if named - sizes.keys() else named
+        text = self.layers * sum(sizes[name] for name in chosen)
+        of_tower = 0
+        if tower and self.tower is not None:
+            of_tower = self.tower.layers * (10 * self.tower.hidden + 2 * self.tower.mlp)
+        return rank * (text + of_tower)
 
 
 def _layer(shape: ModelShape) -> int:

@@ -24,6 +24,7 @@ from torchrl_grpo.config.checks import schedule
 from torchrl_grpo.config.derived import frozen_model, held_out_problems, token_budget
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime import rank_env
 
@@ -322,6 +323,11 @@ def _reference_copies(planned: Planned) -> list[Change]:
     return [(f"{frozen_model(planned.cfg).section}.num_devices", count) for count in counts]
 
 
+def _teacher_format(planned: Planned) -> list[Change]:
+    is_open = planned.plan.teaches and frozen_model(planned.cfg).dtype == Dtype.auto
+    return [(f"{frozen_model(planned.cfg).section}.dtype", Dtype.bfloat16)] if is_open else []
+
+
 def _evaluation(planned: Planned) -> list[Change]:
     evaluates_many = held_out_problems(planned.cfg) > _LEAST_PROBLEMS
     return [("eval.num_problems", _LEAST_PROBLEMS)] if evaluates_many else []
@@ -349,6 +355,7 @@ _LADDERS: tuple[Ladder, ...] = (
     _sleep,
     _engines,
     _reference_copies,
+    _teacher_format,
     _evaluation,
     _share,
 )

@@ -14,6 +14,7 @@ from torchrl_grpo.config.derived import optim_batch_size
 from torchrl_grpo.config.values import Proximal
 from torchrl_grpo.models.shape import ModelShape, Unknown
 from torchrl_grpo.planning import memory, speeds
+from torchrl_grpo.planning.pictures import trained_parameters
 from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.planning.token_budget import with_budget
 from torchrl_grpo.planning.workload import MAX_ROWS, workload_of
@@ -136,7 +137,7 @@ class _Work:
     def train(self) -> float:
         """Return the seconds of all optimizer steps of a round."""
         plan, shape, rate = self.plan, self.shape, self.speeds.link_gb_per_s * 1e9
-        trained = shape.parameters * (memory.ADAPTER_SHARE if self.cfg.train_model.lora.rank else 1.0)
+        trained = trained_parameters(self.cfg, shape)
         divided = self.cfg.train_model.parallelism in memory.SHARDS
         share = 1 / plan.num_ranks if divided else 1.0
         update = self._moved(_UPDATE_PASSES * memory.FLOAT * trained * share)

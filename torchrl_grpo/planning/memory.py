@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import frozen_model, teacher_of
@@ -48,8 +49,6 @@ HEAD_BLOCK = {"cpu": 2**22, "cuda": 2**26}
 _HEAD_BLOCKS = 4
 # Arrays with a row of logits per response during sampling: logits, probabilities, noise and their stack.
 _SAMPLING_ARRAYS = 6
-# LoRA adapters of the usual ranks have about this share of their model's weights.
-ADAPTER_SHARE = 0.01
 
 # Tokens in the largest batch of vLLM 0.32 on a GPU, and the GPU size from which that batch is twice as large.
 _VLLM_BATCH, _VLLM_BATCH_LARGE_GPU, _LARGE_GPU_GIB = 8192, 16_384, 70
@@ -73,8 +72,32 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, hardware: Hardware) -> P
     rows = [*_train(cfg, plan, shape, load, hardware), *_inference(cfg, plan, shape, load, hardware)]
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
         rows += _reference(cfg, plan, shape, load, hardware)
+    if plan.num_gpus > 0 and cfg.inference_model.engine.preallocates and not plan.inference.own_process:
+        rows += _start(rows, plan, shape, engine_element(cfg, plan, hardware))
     rows.append(_program(cfg, plan))
     return Prediction(tuple(rows), plan.inference.own_process)
+
+
+def _start(rows: Sequence[Row], plan: Plan, shape: ModelShape, element: int) -> list[Row]:
+    """Return what there is while an engine in the trainer's process learns where it keeps which weights.
+
+    If it can sleep, its cache is not there. Beside the rest of its share there are two copies of the largest
+    matrix: the random numbers that are loaded, and what vLLM's loader makes of them.
+
+    Args:
+        rows: rows of all roles.
+        plan: placement of the roles.
+        shape: shape of the model.
+        element: bytes of a weight of the engine.
+    """
+    copies = 2.0 * element * max(shape.vocabulary, shape.mlp) * shape.hidden
+    start = [replace(row, phase="start") for row in rows if row.phase == "generate"]
+    return [
+        replace(row, activations=copies, cache=0.0 if plan.sleeps else row.cache)
+        if row.role == "inference"
+        else row
+        for row in start
+    ]
 
 
 def _program(cfg: Config, plan: Plan) -> Row:
@@ -104,11 +127,7 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
         # DeepSpeed updates a copy of each rank's part of the weights.
         weights += part * FLOAT * shape.parameters
     divided = kind in SHARDS or kind in ZERO_STAGES
-    trained = (
-        (part if divided else 1.0)
-        * FLOAT
-        * (ADAPTER_SHARE * shape.parameters if lora else trained_parameters(cfg, shape))
-    )
+    trained = (part if divided else 1.0) * FLOAT * trained_parameters(cfg, shape)
     varlen = uses_varlen(cfg, role.devices, hardware)
     layer = kept_by_layer(shape, load, half, device, varlen, cfg.train_model.compile)
     kept, work = _activations(shape, load, cfg.train_model.gradient_checkpointing, device, layer)
@@ -177,6 +196,8 @@ def mask_bytes(load: Workload, half: bool, device: str) -> float:
 def trained_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
     """Return the bytes of the trainer's weights: float32 if trained, or the configured format if frozen.
 
+    Adapters count too.
+
     Args:
         cfg: configuration; ``train_model`` is read.
         shape: shape of the model.
@@ -184,12 +205,13 @@ def trained_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
     """
     if cfg.train_model.lora.rank == 0:
         return float(FLOAT * shape.parameters)
+    adapters = FLOAT * trained_parameters(cfg, shape)
     element = float(_frozen_element(cfg, half))
     if cfg.train_model.quantization == "nf4":
         # A weight takes four bits, and every 64 weights share a float32 scale. Embedding and output head are
         # not quantized.
-        return element * shape.outer + (0.5 + FLOAT / 64) * (shape.parameters - shape.outer)
-    return element * shape.parameters
+        return adapters + element * shape.outer + (0.5 + FLOAT / 64) * (shape.parameters - shape.outer)
+    return adapters + element * shape.parameters
 
 
 def _frozen_element(cfg: Config, half: bool) -> int:
@@ -314,7 +336,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     if plan.inference.own_process:
         return [awake]
     kept = cache if options.engine.preallocates else 0.0
-    phases = [phase for phase in PHASES if phase not in ("load", "generate")]
+    phases = [phase for phase in PHASES if phase not in ("load", "start", "generate")]
     if plan.sleeps:
         left = _ASLEEP_GIB * GIB if options.engine.preallocates else 0.0
         return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]
@@ -375,10 +397,15 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     shape = frozen_shape(cfg, shape)
     weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, hardware))
     work = FLOAT * (load.tokens * _forward_width(shape) + HEAD_BLOCK[device] * _HEAD_BLOCKS)
+    rows = []
+    if frozen_model(cfg).dtype == "auto" and not set(role.devices) & set(plan.train.devices):
+        # It is loaded in float32, and its matrices are cast when all of them are there. On a GPU of the
+        # trainer, the moments and the engine come later.
+        rows.append(Row(name, "load", role.devices, float(FLOAT * shape.parameters)))
     if role.own_process:
-        return [Row(name, "all", role.devices, weights, activations=work)]
-    rows = [Row(name, phase, role.devices, weights) for phase in ("generate", "optimize")]
-    return [rows[0], Row(name, "prepare", role.devices, weights, activations=work), rows[1]]
+        return [*rows, Row(name, "all", role.devices, weights, activations=work)]
+    generate, optimize = (Row(name, phase, role.devices, weights) for phase in ("generate", "optimize"))
+    return [*rows, generate, Row(name, "prepare", role.devices, weights, activations=work), optimize]
 
 
 def frozen_shape(cfg: Config, shape: ModelShape) -> ModelShape:

@@ -10,7 +10,10 @@ _FLOAT = 4
 
 
 def trained_parameters(cfg: Config, shape: ModelShape) -> int:
-    """Return the number of weights that are trained without adapters."""
+    """Return the number of weights that are trained, which are those of the adapters if there are any."""
+    lora = cfg.train_model.lora
+    if lora.rank > 0:
+        return shape.adapters(lora.rank, lora.target_modules, cfg.train_model.vision_tower)
     return shape.parameters if cfg.train_model.vision_tower else shape.text
 
 

@@ -17,7 +17,13 @@ from torchrl_grpo.planning.workload import MIN_SEQS_GPU, workload_of
 from torchrl_grpo.runtime.hardware import Hardware
 
 # Phase of a round -> what a device does in it.
-WHILE = {"load": "loading", "generate": "generating", "prepare": "preparing", "optimize": "optimizing"}
+WHILE = {
+    "load": "loading",
+    "start": "starting",
+    "generate": "generating",
+    "prepare": "preparing",
+    "optimize": "optimizing",
+}
 
 
 @dataclass(frozen=True)

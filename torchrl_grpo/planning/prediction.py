@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torchrl_grpo.planning.plan import aligned, show_devices
 
 GIB = 2**30
-# Loading, followed by the phases of a round.
-PHASES = ("load", "generate", "prepare", "optimize")
+# Loading the trainer, starting an engine in its process, and the phases of a round.
+PHASES = ("load", "start", "generate", "prepare", "optimize")
 
 
 @dataclass(frozen=True)

@@ -125,18 +125,14 @@ class TorchBackend:
         self._parking.park()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        if self._loads_parked:
-            # One parameter at a time, because the engine may have taken the memory for all of them.
-            self._optimizer.load_state_dict({**state, "state": {}})
-            for index, entry in state["state"].items():
-                parameter = self._parameters[index]
-                self._optimizer.state[parameter] = _own_part(entry, parameter)
+        # Without the moments: bitsandbytes would hold them twice. One parameter at a time, because an engine
+        # may have taken the memory for all of them.
+        self._optimizer.load_state_dict({**state, "state": {}})
+        for index, entry in state["state"].items():
+            parameter = self._parameters[index]
+            self._optimizer.state[parameter] = _own_part(entry, parameter)
+            if self._loads_parked:
                 self._parking.park_parameter(parameter)
-            return
-        moments = {
-            index: _own_part(entry, self._parameters[index]) for index, entry in state["state"].items()
-        }
-        self._optimizer.load_state_dict({**state, "state": moments})
 
 
 def _own_part(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from torchrl_grpo.rollout.token_details import token_details
 from torchrl_grpo.runtime.interrupts import Terminated
 from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training import early_end
+from torchrl_grpo.training.held_out_loss import HeldOutLoss
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.rounding_check import rounding_warning
 from torchrl_grpo.training.run_checkpoints import RunCheckpoints
@@ -318,6 +319,9 @@ class Session:
             TrainingStopped: a worker that took part does not hold these weights.
         """
         started = time.perf_counter()
+        if isinstance(self.parts.evaluator, HeldOutLoss):
+            # The trainer's model computes it.
+            self.sleep_engine()
         evaluation = self.parts.evaluator(self.parts.workers)
         # A worker that was restarted during the evaluation reported its checksums before it generated, so
         # check them now.

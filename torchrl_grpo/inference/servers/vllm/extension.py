@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +167,8 @@ class WeightExtension:
         This overwrites the weights; load them again afterwards.
         """
         weights = self._vllm_weights()
-        weights.locate_weights({name: tuple(shape) for name, shape in shapes.items()}, weights.load_whole)
+        by_name = {name: tuple(shape) for name, shape in shapes.items()}
+        weights.locate_weights(by_name, weights.load_whole, nullcontext())
 
     def grpo_held(self) -> dict[str, Any]:
         """Return what :meth:`grpo_checksums` will return, with zeros in place of the checksums."""
