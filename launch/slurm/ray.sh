@@ -18,6 +18,9 @@
 #   reference  -         off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
 #   idle       cuda:1-3             no role asks for them
 set -eo pipefail
+# A signal may come before this script can pass it on.
+stopping=0
+trap 'stopping=1' USR1
 
 source .venv/bin/activate
 
@@ -33,7 +36,7 @@ say() {
 }
 
 # The limit may be that of the partition, or one that sbatch was given: [DAYS-]HOURS:MINUTES:SECONDS.
-limit=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.* TimeLimit=\([^ ]*\).*/\1/p')
+limit=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.* TimeLimit=\([^ ]*\).*/\1/p') || true
 if [[ "$limit" =~ ^(([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+)$ ]]; then
     limit_s=$((10#${BASH_REMATCH[2]:-0} * 86400 + 10#${BASH_REMATCH[3]} * 3600))
     limit_s=$((limit_s + 10#${BASH_REMATCH[4]} * 60 + 10#${BASH_REMATCH[5]}))
@@ -50,13 +53,14 @@ newest() {
 }
 before=$(newest || true)
 
-stopping=0 current="" watchers=()
+current="" watchers=()
 
 # Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
+# Of the other functions it has only_gpus alone: those of a user's shell may be longer than an argument can be.
 step() {
     local name=$1 task=${!#}
-    exec srun --job-name="${name%-%t}" --output="$logs/$name.log" --kill-on-bad-exit=1 --export=ALL \
-        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f); $task"
+    exec srun --job-name="${name%-%t}" --output="${logs//\%/%%}/$name.log" --kill-on-bad-exit=1 --export=ALL \
+        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f "$task" only_gpus || true); $task"
 }
 
 # Run a step to its end, and pass signals on to it.
@@ -101,8 +105,8 @@ trap 'kill "${watchers[@]}" 2> /dev/null || true' EXIT
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 others=$(IFS=,; echo "${nodes[*]:1}")
-# The port depends on the job id, so jobs on one node do not clash. The range lies between Ray's worker ports
-# and the ephemeral ports.
+# The port depends on the job id, so that jobs of the same days on one node do not clash. The range lies between
+# Ray's worker ports and the ephemeral ports.
 export port=$((20000 + SLURM_JOB_ID * 64 % 12000))
 
 address_of() {
@@ -130,9 +134,13 @@ ray_head() {
     trap '' USR1
     folder=$(mktemp -d -p /tmp grpo-ray-XXXXXX)
     only_gpus 1 2 3
+    # On a node without a default route, Ray would listen on the loopback device.
+    own=$(getent ahostsv4 "${address%:*}" | awk '$1 !~ /^127[.]/ { print $1; exit }')
     exec ray \
         start \
         --head \
+        ${own:+--node-ip-address="$own"} \
+        --num-gpus=3 \
         --block \
         --disable-usage-stats \
         --include-dashboard=false \
@@ -149,6 +157,7 @@ ray_worker() {
         --block \
         --disable-usage-stats \
         --temp-dir="$folder/ray" \
+        --num-gpus=4 \
         --address="$address"
 }
 
@@ -160,6 +169,7 @@ trainer() {
     exec grpo-async \
         --config-name=grpo_gsm8k \
         inference_model.num_devices=7 \
+        inference_model.gpu_memory_utilization=0.85 \
         resume=auto_or_new \
         "hydra.run.dir='$run'" \
         "ray.address='$address'"
@@ -186,7 +196,12 @@ if (( code == 75 || (stopping && code >= 128) )); then
         exit 1
     fi
     say "the job goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
+    # Slurm's controller may be busy.
+    for pause in 0 20 120; do
+        sleep "$pause"
+        if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
+    done
+    say "Slurm did not take the job back; write: scontrol requeue $SLURM_JOB_ID"
+    exit 1
 fi
 exit "$code"

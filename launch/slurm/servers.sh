@@ -17,6 +17,9 @@
 #   inference  server x 8  servers    8 servers of inference_model.servers; weights by folder
 #   reference  -           off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
 set -eo pipefail
+# A signal may come before this script can pass it on.
+stopping=0
+trap 'stopping=1' USR1
 
 source .venv/bin/activate
 
@@ -32,7 +35,7 @@ say() {
 }
 
 # The limit may be that of the partition, or one that sbatch was given: [DAYS-]HOURS:MINUTES:SECONDS.
-limit=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.* TimeLimit=\([^ ]*\).*/\1/p')
+limit=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.* TimeLimit=\([^ ]*\).*/\1/p') || true
 if [[ "$limit" =~ ^(([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+)$ ]]; then
     limit_s=$((10#${BASH_REMATCH[2]:-0} * 86400 + 10#${BASH_REMATCH[3]} * 3600))
     limit_s=$((limit_s + 10#${BASH_REMATCH[4]} * 60 + 10#${BASH_REMATCH[5]}))
@@ -49,13 +52,14 @@ newest() {
 }
 before=$(newest || true)
 
-stopping=0 current="" watchers=()
+current="" watchers=()
 
 # Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
+# Of the other functions it has only_gpus alone: those of a user's shell may be longer than an argument can be.
 step() {
     local name=$1 task=${!#}
-    exec srun --job-name="${name%-%t}" --output="$logs/$name.log" --kill-on-bad-exit=1 --export=ALL \
-        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f); $task"
+    exec srun --job-name="${name%-%t}" --output="${logs//\%/%%}/$name.log" --kill-on-bad-exit=1 --export=ALL \
+        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f "$task" only_gpus || true); $task"
 }
 
 # Run a step to its end, and pass signals on to it.
@@ -100,8 +104,8 @@ trap 'kill "${watchers[@]}" 2> /dev/null || true' EXIT
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 others=$(IFS=,; echo "${nodes[*]:1}")
-# The port depends on the job id, so jobs on one node do not clash. The range lies between Ray's worker ports
-# and the ephemeral ports.
+# The port depends on the job id, so that jobs of the same days on one node do not clash. The range lies between
+# Ray's worker ports and the ephemeral ports.
 export port=$((20000 + SLURM_JOB_ID * 64 % 12000))
 
 address_of() {
@@ -176,7 +180,12 @@ if (( code == 75 || (stopping && code >= 128) )); then
         exit 1
     fi
     say "the job goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
+    # Slurm's controller may be busy.
+    for pause in 0 20 120; do
+        sleep "$pause"
+        if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
+    done
+    say "Slurm did not take the job back; write: scontrol requeue $SLURM_JOB_ID"
+    exit 1
 fi
 exit "$code"

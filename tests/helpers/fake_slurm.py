@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,12 @@ case "$1 $2" in
   "show hostnames") printf '%s\\n' ${NODES//,/ } ;;
   "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=$4.cluster NodeHostName=$4 Port=6818" ;;
   "show job") echo "JobId=$4 JobName=grpo TimeLimit=$LIMIT TimeMin=N/A" ;;
-  *) echo "scontrol $*" >> "$NOTES" ;;
+  *) echo "scontrol $*" >> "$NOTES"
+     [ "$FAULT" != busy ] || [ "$(grep -c ^scontrol "$NOTES")" = 2 ] ;;
 esac""",
+    # The pauses of a script take no time.
+    "sleep": 'case "$1" in 0) ;; 60) exec /bin/sleep 60 ;; *) echo "sleep $1" >> "$NOTES" ;; esac',
+    "getent": 'printf \'%s STREAM %s\\n\' 127.0.1.1 "$2" 10.0.0.1 "$2"',
     # A server is up after a moment, and lasts.
     "grpo-serve": """
 echo "server $SLURM_PROCID ${CUDA_VISIBLE_DEVICES:-none} $VLLM_API_KEY $*" >> "$NOTES"
@@ -57,7 +62,8 @@ class FakeSlurm:
         nodes: names of the job's nodes.
         servers: number of servers, or of workers of Ray.
         head: whether Ray has a head.
-        fault: ``server``, ``gate`` or ``trainer``: what fails.
+        fault: ``server``, ``gate`` or ``trainer``: what fails; ``busy``: Slurm, when it is first asked to
+            take the job back.
         lasts: whether the trainer goes on until it is signaled.
         gpus: GPUs that a step gets.
     """
@@ -149,7 +155,12 @@ def _srun(words: list[str]) -> int:
     per_node = int(options["ntasks-per-node"])
     for task_id in range(int(options["ntasks"])):
         here = {"SLURM_PROCID": str(task_id), "SLURM_LOCALID": str(task_id % per_node)}
-        with Path(options["output"].replace("%t", str(task_id))).open("ab") as output:
+        # Slurm knows more of these, which are mistakes here.
+        letters = {"%%": "%", "%t": str(task_id)}
+        name = "".join(
+            letters[part] if part[:1] == "%" else part for part in re.split("(%.)", options["output"])
+        )
+        with Path(name).open("ab") as output:
             tasks.append(
                 subprocess.Popen(
                     words, env={**os.environ, **here}, stdout=output, stderr=output, start_new_session=True

@@ -543,6 +543,14 @@ def test_gpus_are_not_used_by_a_vllm_for_cpus(tmp_path: Path, monkeypatch: pytes
     smi(tmp_path, "580.65.06", "9.0", monkeypatch)
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.13.0")
     assert hardware.present().gpus == ()
+    # Nobody else could use GPUs that Slurm has given to the job.
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,3")
+    with pytest.raises(
+        ConfigError, match=r"SLURM_JOB_GPUS=0,3: Slurm gave GPUs .* vLLM runs on a CPU only; "
+    ):
+        hardware.present()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.present().gpus == ()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_bash_reads_the_script_and_slurm_its_options(shape: str) -> None:
     assert text.startswith("#!/bin/bash\n#SBATCH ")
     expected = {
         "--time=24:00:00", "--partition=gpu", "--account=lab", "--qos=long", "--mail-user=me@lab.org",
-        "--mail-type=END,FAIL", "--job-name=first try", "--cpus-per-task=16", "--mem=200G",
+        "--mail-type=END,FAIL", "--job-name='first try'", "--cpus-per-task=16", "--mem=200G",
         "--constraint=ib", "--exclusive", "--signal=B:USR1@120", "--requeue", "--open-mode=append",
     }  # fmt: skip
     assert expected <= set(head)
@@ -122,12 +122,16 @@ def test_ray_has_a_head_workers_and_the_trainer_joins(tmp_path: Path) -> None:
     address = f"node1.cluster:{20000 + 7 * 64}"
     assert "step ray-head on node1" in fake.notes and "step ray-worker on node2,node3" in fake.notes
     (head,) = [line for line in fake.notes if "--head" in line]
-    assert head.startswith("ray 2,3 start --head "), "the trainer's GPUs are not Ray's"
+    start = "ray 2,3 start --head --node-ip-address=10.0.0.1 --num-gpus=2 "
+    assert head.startswith(start), "the trainer's GPUs are not Ray's"
+    workers = [line for line in fake.notes if line.startswith("ray ") and "--address=" in line]
+    assert len(workers) == 2 and all(" --num-gpus=4 " in line for line in workers)
     assert f"gate -P -m torchrl_grpo.slurm.gate --timeout=1800 --ray={address} --nodes=3" in fake.notes
     (trainer,) = [line for line in fake.notes if line.startswith("trainer ")]
     assert trainer.startswith("trainer 0,1,2,3 ")
     # Three nodes of four GPUs, less the trainer's two.
-    assert "inference_model.num_devices=10" in trainer and trainer.endswith(f"ray.address='{address}'")
+    assert "inference_model.num_devices=10 inference_model.gpu_memory_utilization=0.85 " in trainer
+    assert trainer.endswith(f"ray.address='{address}'")
 
 
 @pytest.mark.parametrize("shape", ["one node", "servers"])
@@ -154,6 +158,47 @@ def test_a_signal_before_the_trainer_begins_makes_the_job_begin_again(tmp_path: 
         fake.finish(process, 0)
     assert "scontrol requeue 7" in fake.notes
     assert not any(line.startswith("trainer") for line in fake.notes)
+
+
+def test_the_job_goes_back_when_slurm_is_busy_at_first(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path, fault="busy", lasts=True)
+    process = fake.start(script_for([]))
+    assert fake.begun.read_text() == "begun\n"
+    process.send_signal(signal.SIGUSR1)
+    fake.finish(process, 0)
+    assert fake.notes[-3:] == ["scontrol requeue 7", "sleep 20", "scontrol requeue 7"]
+
+
+def test_steps_begin_in_any_folder_and_beside_long_functions_of_the_user(tmp_path: Path) -> None:
+    folder = tmp_path / "90%j done"
+    folder.mkdir()
+    fake = FakeSlurm(folder)
+    long = """--setup=eval "module() { : $(head -c 200000 /dev/zero | tr '\\0' x); }\""""
+    run(fake, script_for([long]))
+    assert (folder / "outputs/slurm/7/logs/0/trainer.log").is_file()
+    assert any(line.startswith("trainer ") for line in fake.notes)
+
+
+def test_a_signal_before_all_else_makes_the_job_begin_again(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path)
+    fake.finish(fake.start(script_for(["--setup=kill -USR1 $$"])), 0)
+    assert fake.notes[-1] == "scontrol requeue 7"
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("--sbatch=--comment=two words", "--comment='two words'"),
+        ("--sbatch=--comment two words", "--comment 'two words'"),
+        ("--sbatch=--comment='two words'", "--comment='two words'"),
+        ("--sbatch=--comment=it's #1", """--comment='it'"'"'s #1'"""),
+        ("--sbatch=--exclusive", "--exclusive"),
+        ("--sbatch=--exclude=node[1-3],node7", "--exclude=node[1-3],node7"),
+        ("--job-name=mine", "--job-name=mine"),
+    ],
+)
+def test_values_with_spaces_are_quoted_for_sbatch(option: str, line: str) -> None:
+    assert f"#SBATCH {line}\n" in script_for([option])
 
 
 @pytest.mark.parametrize(("fault", "code"), [("server", 1), ("gate", 2), ("trainer", 2)])

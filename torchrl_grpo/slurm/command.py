@@ -17,6 +17,7 @@ from torchrl_grpo.cli.endings import USER_ERROR_CODE
 from torchrl_grpo.cli.main import Command
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError, UserError
+from torchrl_grpo.planning.plan import OWN_GPU
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.slurm import layout
 from torchrl_grpo.slurm.layout import Layout
@@ -106,6 +107,13 @@ def _lay_out(
     cfg = replace(cfg, ray=replace(cfg.ray, address="node:1"))
     count = layout.count_engines(cfg, script.asynchronous, nodes, gpus)
     overrides = [*overrides, f"inference_model.num_devices={count}"]
+    if (
+        gpus
+        and cfg.inference_model.gpu_memory_utilization is None
+        and cfg.inference_model.engine.has_known_needs
+    ):
+        # Ray has only the GPUs that the trainer leaves, so none of them is shared.
+        overrides.append(f"inference_model.gpu_memory_utilization={OWN_GPU}")
     cfg = compose([*overrides, "ray.address='node:1'"])
     plan = layout.place(cfg, script.asynchronous, gpus)
     return Layout(plan, nodes, gpus, count), overrides

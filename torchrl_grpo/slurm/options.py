@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,9 +149,21 @@ class SlurmOptions:
             # To the shell of this script alone, which knows which step has to save itself.
             "signal": f"B:USR1@{self.signal_s}",
         }
-        lines = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        lines = [f"--{name}={_quoted(str(value))}" for name, value in values.items() if value is not None]
         # A job that begins again goes on in the same file.
-        return [f"#SBATCH {line}" for line in [*lines, "--requeue", "--open-mode=append", *self.extra]]
+        lines += ["--requeue", "--open-mode=append", *map(_with_quoted_value, self.extra)]
+        return [f"#SBATCH {line}" for line in lines]
+
+
+def _quoted(value: str) -> str:
+    """Quote a value as sbatch reads it, if it has to be one word."""
+    return shlex.quote(value) if re.search(r"[\s'\"\\#]", value) else value
+
+
+def _with_quoted_value(option: str) -> str:
+    name, separator, value = re.fullmatch(r"([^= ]*)([= ]?)(.*)", option).groups()  # type: ignore[union-attr]
+    # Whoever has quoted the value keeps that.
+    return option if value[:1] in ("'", '"') else f"{name}{separator}{_quoted(value) if value else ''}"
 
 
 def _bad(option: str, value: object, wrong: str, fix: str) -> ConfigError:
