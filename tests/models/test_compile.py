@@ -10,6 +10,7 @@ import torch
 from batches import compiler_backend, make_batch, make_model
 from rounding import assert_rounds_alike, float64
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
@@ -94,13 +95,27 @@ def test_what_the_compiler_writes_has_the_same_numbers_and_works_under_mixed_pre
 def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without compiled layers, training would take more memory than was planned."""
 
-    def run_out(self: Tensor) -> None:
+    def run_out(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     model = make_model()
-    monkeypatch.setattr(Tensor, "backward", run_out)
+    monkeypatch.setattr(torch.autograd, "grad", run_out)
     with compiler_backend(lambda graph, inputs: graph), pytest.raises(torch.OutOfMemoryError):
         compile_layers(model, TokenScorer(model))
+
+
+def test_the_trial_computes_backward_passes_but_keeps_no_gradient() -> None:
+    graphs: list[bool] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append(any("mm" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    model = make_model()
+    with compiler_backend(aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=note)):
+        assert compile_layers(model, TokenScorer(model))
+    assert any(graphs), "what fails in a backward pass must fail here"
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_compiler_that_fails_is_said_and_not_used() -> None:
@@ -112,6 +127,6 @@ def test_a_compiler_that_fails_is_said_and_not_used() -> None:
     expected = numbers(model, scorer, 0)
     pattern = r"train_model\.compile=true: LlamaForCausalLM is not compiled .*no compiler"
     with compiler_backend(broken), pytest.warns(UserWarning, match=pattern):
-        compile_layers(model, scorer)
+        assert not compile_layers(model, scorer)
     measured = numbers(model, scorer, 0)
     assert all(torch.equal(measured[name], tensor) for name, tensor in expected.items())

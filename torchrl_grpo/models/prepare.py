@@ -169,7 +169,7 @@ def _try_kernel(model: PreTrainedModel, before: str, autocast_dtype: torch.dtype
         raise RuntimeError(f"log-probabilities would change by {diff:.2g}")
 
 
-def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
+def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> bool:
     """Compile the decoder layers with ``torch.compile``, in place. It warns if that is not possible.
 
     Layers are compiled one by one, because they are alike and share the compiled code. Shapes are dynamic,
@@ -178,9 +178,11 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
     Args:
         model: prepared model, not yet sharded.
         scorer: scorer of the model. Its forward and backward pass are tried on a few tokens.
+
+    Returns:
+        Whether the layers are compiled.
     """
-    names = model._no_split_modules or []
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = _layers(model)
     # Numbers are compared without mixed precision, where both round alike. With it, only success is tested.
     exact = TokenScorer(model, shares_prefix=scorer.shares_prefix)
     tokens = trial.batch(model)
@@ -190,7 +192,12 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
         layer.compile(dynamic=True)
     try:
         log_probs = [run(*tokens).log_probs for run in (exact, scorer)]
-        torch.stack([values.sum() for values in log_probs]).sum().backward()
+        # Backward through all layers, without a gradient for each weight of a model that is not sharded yet.
+        trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+        smallest = [min(own, key=Tensor.numel) for own in trained if own]
+        if smallest:
+            sums = torch.stack([values.sum() for values in log_probs])
+            torch.autograd.grad(sums.sum(), smallest, allow_unused=True)
     except (RuntimeError, OSError) as error:
         if ran_out_of_memory(error):
             raise
@@ -200,16 +207,26 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
         diff = float((log_probs[0].detach() - expected).abs().max())
         tolerance = _COMPILE_TOLERANCE[model.dtype]
         why = "" if diff <= tolerance else f"its log-probabilities would change by {diff:.2g}"
-    finally:
-        model.zero_grad(set_to_none=True)
     if not why and layers:
-        return
-    for layer in layers:
-        layer._compiled_call_impl = None
+        return True
+    discard_compiled_layers(model)
     reason = why or "it does not declare which of its modules are layers"
     warnings.warn(
         f"train_model.compile=true: {type(model).__name__} is not compiled ({reason})", stacklevel=2
     )
+    return False
+
+
+def discard_compiled_layers(model: PreTrainedModel) -> None:
+    """Let the layers of ``model`` run as they are, in place."""
+    for layer in _layers(model):
+        layer._compiled_call_impl = None
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers, as far as the model says which of its modules these are."""
+    names = model._no_split_modules or []
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def shares_prefix(

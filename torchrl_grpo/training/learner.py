@@ -28,7 +28,12 @@ from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.loading import load_processor
 from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, resolve_head
-from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
+from torchrl_grpo.models.prepare import (
+    compile_layers,
+    discard_compiled_layers,
+    prepare_for_training,
+    shares_prefix,
+)
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.varlen_choice import choose_attention
@@ -137,8 +142,9 @@ class Learner:
         if device.type == "cuda" and self.shares_prefix:
             used = "varlen (flash-attention's kernel)" if self.scorer.varlen else "dense (with masks)"
             notify(f"attention over shared prompts: {used}")
-        if cfg.train_model.compile:
-            compile_layers(self.model, self.scorer)
+        # Either all ranks compile the layers or none.
+        if cfg.train_model.compile and not ranks.all_equal(compile_layers(self.model, self.scorer)):
+            discard_compiled_layers(self.model)
         loss, self.advantage = build_objective(
             cfg.policy,
             self.scorer,
