@@ -23,6 +23,9 @@ trap 'stopping=1' USR1
 
 source .venv/bin/activate
 
+# Functions of the user's shell, which steps do not need.
+mapfile -t inherited < <(compgen -A function)
+
 attempt=${SLURM_RESTART_COUNT:-0}
 job="$PWD/outputs/slurm/$SLURM_JOB_ID"
 logs="$job/logs/$attempt"
@@ -55,11 +58,12 @@ before=$(newest || true)
 current="" watchers=()
 
 # Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
-# Of the other functions it has only_gpus alone: those of a user's shell may be longer than an argument can be.
+# It has the other functions of this script. Those of a user's shell may be longer than an argument can be.
 step() {
-    local name=$1 task=${!#}
+    local name=$1 task=${!#} functions
+    mapfile -t functions < <(compgen -A function | grep -vxFf <(printf '%s\n' "${inherited[@]}"))
     exec srun --job-name="${name%-%t}" --output="${logs//\%/%%}/$name.log" --kill-on-bad-exit=1 --export=ALL \
-        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f "$task" only_gpus || true); $task"
+        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f "${functions[@]}"); $task"
 }
 
 # Run a step to its end, and pass signals on to it.

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 
@@ -36,7 +35,11 @@ class FakeLLM:
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         if not self.memory.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        self.memory.mapped |= set(ALL if tags is None else tags)
+        wanted = set(ALL if tags is None else tags)
+        if wanted & self.memory.mapped:
+            # vLLM before 0.28.
+            raise RuntimeError("CUDA Error: invalid argument")
+        self.memory.mapped |= wanted
 
     def __del__(self) -> None:
         if self.memory.mapped != ALL:
@@ -50,11 +53,14 @@ class FakeWeights:
         self.memory = memory
         self.model = None
         self.seen: list[set[str]] = []
+        self.fault: Exception | None = None
 
     def locate_weights(self, shapes: object, update: object, with_room: AbstractContextManager[None]) -> None:
         self.seen.append(set(self.memory.mapped))
         with with_room:
             self.seen.append(set(self.memory.mapped))
+            if self.fault is not None:
+                raise self.fault
         self.seen.append(set(self.memory.mapped))
 
     def release(self) -> None:
@@ -70,7 +76,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 def make_engine(memory: Memory, sleeps: bool = True) -> Any:
     engine: Any = object.__new__(VLLMEngine)
     engine.llm, engine._weights = FakeLLM(memory), FakeWeights(memory)
-    engine._gpu_memory_utilization, engine._can_sleep, engine._asleep = 0.5, sleeps, False
+    engine._gpu_memory_utilization, engine._can_sleep, engine._asleep = 0.5, sleeps, set()
     return engine
 
 
@@ -84,13 +90,24 @@ def test_no_error_stays_when_an_engine_is_closed(memory: Memory, asleep: bool) -
     assert not hasattr(engine, "llm")
 
 
-def test_an_engine_that_cannot_wake_is_freed_all_the_same(memory: Memory) -> None:
+def test_an_engine_that_cannot_wake_is_freed_and_hides_no_error(
+    memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = make_engine(memory)
     engine.sleep()
     memory.room = False
-    with pytest.raises(TrainingStopped, match=r"lower inference_model\.gpu_memory_utilization=0\.5"):
-        engine.close()
+    engine.close()
     assert not hasattr(engine, "llm")
+    assert "vLLM is closed while it sleeps: " in caplog.text
+
+
+def test_an_engine_is_closed_after_an_error_while_its_cache_was_away(memory: Memory) -> None:
+    engine = make_engine(memory)
+    engine._weights.fault = RuntimeError("nothing was found")
+    with pytest.raises(RuntimeError, match="nothing was found"):
+        engine.locate_weights({})
+    engine.close()
+    assert not memory.error
 
 
 def test_the_cache_makes_room_while_weights_are_located(memory: Memory) -> None:

@@ -565,6 +565,11 @@ def test_adapters_of_layers_with_other_names_are_not_underrated() -> None:
 
 def test_an_engine_that_starts_beside_the_trainer_needs_two_copies_of_the_largest_matrix() -> None:
     matrix = SEVEN_B.vocabulary * SEVEN_B.hidden
+    assert SEVEN_B.largest == matrix
+    # vLLM fuses both projections of a feed-forward layer, and holds the experts of a layer together.
+    assert replace(SEVEN_B, vocabulary=32_000).largest == 2 * SEVEN_B.mlp * SEVEN_B.hidden
+    experts = replace(SEVEN_B, parameters=4 * SEVEN_B.parameters)
+    assert experts.largest == experts.layer > matrix
     asleep, awake = (
         predicted(config(inference_model__sleep=sleeps, inference_model__backend="vllm"), (80.0,))
         for sleeps in (True, False)

@@ -36,6 +36,9 @@ from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.runtime.own_variables import set_own
 
+# Parts of an engine that sleep and wake, as vLLM calls them.
+_PARTS = {"weights", "kv_cache"}
+
 
 class VLLMEngine(SteppingEngine):
     """A vLLM engine on ``source``.
@@ -132,7 +135,8 @@ class VLLMEngine(SteppingEngine):
         self._running: dict[str, Request] = {}
         self._gpu_memory_utilization = gpu_memory_utilization
         self._can_sleep: bool = arguments.get("enable_sleep_mode", False)
-        self._asleep = False
+        # Parts of the engine whose memory sleep has unmapped.
+        self._asleep: set[str] = set()
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -214,7 +218,11 @@ class VLLMEngine(SteppingEngine):
             return
         self.sleep()
         self.llm.wake_up(tags=["weights"])
+        self._asleep = {"kv_cache"}
         yield
+        if torch.cuda.is_available():
+            # For the cache, whose memory this process's allocator holds now.
+            torch.cuda.empty_cache()
         self.wake()
 
     def checksums(self) -> tuple[Checksums, ...]:
@@ -227,7 +235,7 @@ class VLLMEngine(SteppingEngine):
 
     def sleep(self) -> None:
         self.llm.sleep(level=2)
-        self._asleep = True
+        self._asleep = set(_PARTS)
 
     def wake(self) -> None:
         with stop_on_oom(
@@ -235,19 +243,18 @@ class VLLMEngine(SteppingEngine):
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization} and resume, or start a "
             "new run with a smaller model.name or train_model.lora.rank=16"
         ):
-            self.llm.wake_up()
-        self._asleep = False
+            # vLLM before 0.28 maps a part again that is mapped, and fails.
+            self.llm.wake_up(None if self._asleep == _PARTS else sorted(self._asleep))
+        self._asleep = set()
 
     def close(self) -> None:
-        try:
-            if self._asleep:
-                # vLLM's allocator fails if it frees memory that sleep has unmapped. The error would stay in
-                # it, and the next engine of a sweep could not start.
+        if self._asleep:
+            # vLLM's allocator fails if it frees memory that sleep has unmapped. The error would stay in it,
+            # and the next engine of a sweep could not start.
+            try:
                 self.wake()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
+            except Exception as error:  # noqa: BLE001  how the run ended is not changed by this
+                logging.getLogger(__name__).warning("vLLM is closed while it sleeps: %s", error)
         # Keep the model until LLMEngine is deleted: vLLM needs it to free compiler state. If the model goes
         # first, hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
         model = self._weights.model

@@ -114,6 +114,14 @@ class ModelShape:
         """Number of weights in the linear layers, without the output head and without stacks of experts."""
         return min(self.text - self.outer, self.layers * _layer(self))
 
+    @property
+    def largest(self) -> int:
+        """Number of weights that an engine loads at a time: a matrix, fused ones, or a layer's experts."""
+        fused = (2 if self.gated else 1) * self.mlp * self.hidden
+        # A layer has more weights than its matrices if it has experts.
+        experts = self.layer if self.layer > 1.5 * _layer(self) else 0
+        return max(self.vocabulary * self.hidden, fused, experts)
+
     def adapters(self, rank: int, targets: Collection[str], tower: bool = False) -> int:
         """Number of weights of low-rank adapters: ``rank`` times the input and the output of each layer.
 

@@ -81,8 +81,8 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, hardware: Hardware) -> P
 def _start(rows: Sequence[Row], plan: Plan, shape: ModelShape, element: int) -> list[Row]:
     """Return what there is while an engine in the trainer's process learns where it keeps which weights.
 
-    If it can sleep, its cache is not there. Beside the rest of its share there are two copies of the largest
-    matrix: the random numbers that are loaded, and what vLLM's loader makes of them.
+    If it can sleep, its cache is not there. Beside the rest of its share there are two copies of what vLLM
+    loads at a time: the random numbers, and what its loader makes of them.
 
     Args:
         rows: rows of all roles.
@@ -90,7 +90,7 @@ def _start(rows: Sequence[Row], plan: Plan, shape: ModelShape, element: int) -> 
         shape: shape of the model.
         element: bytes of a weight of the engine.
     """
-    copies = 2.0 * element * max(shape.vocabulary, shape.mlp) * shape.hidden
+    copies = 2.0 * element * shape.largest
     start = [replace(row, phase="start") for row in rows if row.phase == "generate"]
     return [
         replace(row, activations=copies, cache=0.0 if plan.sleeps else row.cache)

@@ -256,7 +256,7 @@ def _tolerated(planned: Planned, device: str, phase: str) -> float:
     engine = known and device in planned.plan.inference.devices
     # In these phases nothing depends on text lengths: the memory holds weights, optimizer moments and vLLM's
     # fixed share.
-    fixed = phase == "load" or (engine and phase in ("start", "generate"))
+    fixed = phase == "load" or (engine and phase == "generate")
     return 1.0 if fixed and device != "cpu" else TOLERATED
 
 

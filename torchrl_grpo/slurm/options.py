@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +123,8 @@ class SlurmOptions:
             raise _bad(
                 "--sbatch", line, "it is not a long option of sbatch", "--sbatch=--constraint=ib, for example"
             )
+        if re.search(r"\s--[a-z]", line):
+            raise _bad("--sbatch", line, "it is more than one option", "--sbatch once for each option")
         if name in _SET:
             fix = f"{_SET[name]}=VALUE"
             raise ConfigError(f"--sbatch={line}: an option of this command sets it; write {fix}")
@@ -157,13 +158,18 @@ class SlurmOptions:
 
 def _quoted(value: str) -> str:
     """Quote a value as sbatch reads it, if it has to be one word."""
-    return shlex.quote(value) if re.search(r"[\s'\"\\#]", value) else value
+    escaped = re.sub(r"([\\'])", r"\\\1", value)
+    return f"'{escaped}'" if re.search(r"[\s'\"\\#]", value) else value
 
 
 def _with_quoted_value(option: str) -> str:
-    name, separator, value = re.fullmatch(r"([^= ]*)([= ]?)(.*)", option).groups()  # type: ignore[union-attr]
     # Whoever has quoted the value keeps that.
-    return option if value[:1] in ("'", '"') else f"{name}{separator}{_quoted(value) if value else ''}"
+    if re.search(r"['\"\\]", option):
+        return option
+    name, separator, value = (
+        re.split("([= ])", option, maxsplit=1) if re.search("[= ]", option) else (option, "", "")
+    )
+    return f"{name}{separator}{_quoted(value)}"
 
 
 def _bad(option: str, value: object, wrong: str, fix: str) -> ConfigError:
