@@ -176,3 +176,19 @@ def test_memory_that_vllm_lacks_is_named_by_its_key(
             kv_cache_gib=100,
         )
     assert "Decrease inference_model.kv_cache_gib, or --this" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("is_there", "theirs", "expected"), [(True, None, {}), (False, "1", {}), (False, None, {"0"})]
+)
+def test_sampling_without_flashinfer(
+    is_there: bool, theirs: str | None, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.find_spec("json") if is_there else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    if theirs is not None:
+        monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", theirs)
+    variables = vllm_compat.sampler_variables()
+    assert set(variables.values()) == set(expected)
+    assert set(variables) <= {"VLLM_USE_FLASHINFER_SAMPLER"}

@@ -17,10 +17,13 @@ import pytest
 import torch
 from batches import inputs, make_batch
 from forked import ForkedPopen
+from omegaconf import OmegaConf
 from pretended_cuda import PretendedCuda
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import whole
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring import varlen
 from torchrl_grpo.models.scoring.scores import TokenScores
@@ -414,6 +417,21 @@ def test_a_run_with_wrong_figures_fails(
     monkeypatch.setattr(runs, "predicted_gib", lambda folder, asynchronous: PREDICTED)
     with pytest.raises(TrainingStopped, match=says):
         runs.check(run_folder(tmp_path / "run", **changes), 1e-3)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_memory_that_a_phase_leaves_is_predicted_for_the_others_too(
+    sleeps: bool, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "present", lambda: Hardware((79.0,), 200.0, ((9, 0),)))
+    monkeypatch.setattr(whole, "cuda_device_present", lambda: True)
+    cfg = Config()
+    cfg.model.name, cfg.inference_model.sleep = str(tiny_model_dir), sleeps
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(OmegaConf.structured(cfg), tmp_path / ".hydra/config.yaml")
+    needs = runs.predicted_gib(tmp_path, asynchronous=False)
+    # PyTorch gives memory back when an engine wakes.
+    assert (needs["generate"] == needs["prepare"] == needs["optimize"] == needs["peak"]) is not sleeps
 
 
 def test_the_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from pretended_cuda import PretendedCuda, device_of
 from stages_in_process import SMALL, StagesInProcess, machine, run_pretended
 from torch import Tensor
 
+from torchrl_grpo.cli.checked_job import compose_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Autocast, Dtype
 from torchrl_grpo.distributed import parking
@@ -77,6 +78,10 @@ def test_the_words_of_stages_with_several_gpus(context: Context, monkeypatch: Pa
         result = run_stage(name, STAGES[name], replace(context, gpus=2, words=()))
         assert result.status is Status.passed, result.reason
     assert set(plans) == set(names)
+    for name in ("ipc", "ipc_peer", "nccl", "tensor_parallel", "async"):
+        cfg = plans[name][0]
+        assert cfg.inference_model.enforce_eager is False, "as recipes run engines"
+        assert (cfg.inference_model.dtype, cfg.train_model.autocast) == (Dtype.bfloat16, Autocast.bf16)
     cfg, two = plans["tensor_parallel"]
     assert (two.engine_size, cfg.inference_model.enforce_eager) == (2, False)
     assert cfg.inference_model.dtype == Dtype.bfloat16
@@ -111,6 +116,11 @@ def test_a_recipe_is_reached_on_its_machine(name: str, context: Context, monkeyp
     assert (cfg.train_model.lora.rank > 0) == (name == "gpu_24gb")
     if gpus:
         assert made[0].startswith("Qwen2.5-")
+        # Its rounds are shorter than the recipe's, whose plan has to be tried all the same.
+        whole = compose_job([f"+recipe={name}", f"model.name={cfg.model.name}"], "grpo_gsm8k", None)
+        plan = preflight.make(whole, False, machine(gpus, gib)).plan
+        used = preflight.make(cfg, False, machine(gpus, gib)).plan
+        assert (used.sleeps, used.gpu_memory_utilization) == (plan.sleeps, plan.gpu_memory_utilization)
         monkeypatch.setattr(hardware, "present", lambda: machine(gpus, 0.7 * gib))
         assert stage.lacks(replace(context, gpus=gpus)).startswith(f"it needs {gpus} x ")
 

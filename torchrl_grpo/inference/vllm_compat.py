@@ -8,6 +8,8 @@ seconds, and reads environment variables that :mod:`~torchrl_grpo.inference.vllm
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 import runpy
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -49,6 +51,13 @@ def vllm_version() -> tuple[int, int]:
 def has_head_dtype() -> bool:
     """Return whether vLLM can compute logits in another dtype than the model's."""
     return vllm_version() >= _HEAD_DTYPE
+
+
+def sampler_variables() -> dict[str, str]:
+    """Return the environment that vLLM's sampler needs on a GPU if FlashInfer is not installed."""
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    is_there = importlib.util.find_spec("flashinfer") is not None
+    return {} if is_there or name in os.environ else {name: "0"}
 
 
 def has_token_server() -> bool:

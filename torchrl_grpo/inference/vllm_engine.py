@@ -77,6 +77,7 @@ class VLLMEngine(SteppingEngine):
             set_own("VLLM_CONFIGURE_LOGGING", "0")
         logging.getLogger("vllm").setLevel(logging.WARNING if screen.logs_to_file() else logging.ERROR)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.update(vllm_compat.sampler_variables())
         if dtype is torch.float32:
             # Without this, Triton's attention on a GPU uses TF32 (10 mantissa bits), while the trainer uses
             # full float32 (23).

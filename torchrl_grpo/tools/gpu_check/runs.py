@@ -251,7 +251,11 @@ def predicted_gib(folder: Path, asynchronous: bool) -> dict[str, float]:
         return {}
     device = planned.plan.train_device
     needs = {phase: planned.prediction.need(device, phase) / GIB for phase in PHASES}
-    return {**needs, "peak": max(needs.values())}
+    peak = max(needs.values())
+    if not planned.plan.sleeps:
+        # PyTorch keeps what a phase has freed until an engine wakes. So each phase finds that of the others.
+        needs = dict.fromkeys(needs, peak)
+    return {**needs, "peak": peak}
 
 
 def check_formats(folder: Path) -> None:

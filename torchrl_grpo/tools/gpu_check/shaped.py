@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from hydra import compose, initialize_config_dir
 
+from torchrl_grpo.config import parse
 from torchrl_grpo.config.engines import reference_engine
+from torchrl_grpo.planning import preflight, resolve
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.tools.gpu_check import runs
@@ -60,10 +63,22 @@ def recipe(name: str) -> Callable[[Context], Figures]:
         words = ["--config-name=grpo_gsm8k", f"+recipe={name}", *(_ON_GPU if context.gpus else _ON_CPU)]
         words += [f"train.total_dialog_turns={_STEPS * samples}", "train.checkpoint_frequency=10"]
         words += ["eval.num_problems=4", "eval.frequency=10"]
-        runs.train(context, f"recipe_{name}", words, model=make_model(context, shape))
+        model = make_model(context, shape)
+        words += _sharing(name, model) if context.gpus else []
+        runs.train(context, f"recipe_{name}", words, model=model)
         return runs.check(context.folder / f"recipe_{name}", NATS[BFLOAT16], _STEPS)
 
     return run
+
+
+def _sharing(name: str, model: Path) -> list[str]:
+    """Return the words by which engines share GPUs as in the recipe, not as in a shorter run."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        node = compose("grpo_gsm8k", [f"+recipe={name}", f"model.name={model}"])
+    cfg = preflight.resolve_proximal(resolve.with_model(resolve.resolved(parse(node))), asynchronous=False)
+    plan = preflight.make(cfg, False, hardware.present()).plan
+    words = [f"inference_model.gpu_memory_utilization={plan.gpu_memory_utilization}"]
+    return [*words, "inference_model.sleep=true"] if plan.sleeps else words
 
 
 def needs_machine(name: str) -> Callable[[Context], str]:

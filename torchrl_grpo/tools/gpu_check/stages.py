@@ -46,20 +46,23 @@ def kernel(name: str) -> Callable[[Context], Figures]:
 
 
 def train(
-    name: str, *words: str, numbers: tuple[str, str] = FLOAT32, script: str = "grpo.py"
+    name: str, *words: str, numbers: tuple[str, str] | None = FLOAT32, script: str = "grpo.py"
 ) -> Callable[[Context], Figures]:
     """Return a stage that trains for four steps.
 
     Args:
         name: name of its folder.
         words: words of the run.
-        numbers: number format, as words.
+        numbers: number format, as words. None takes bfloat16 and captured graphs on a GPU, as recipes do, and
+            float32 on a CPU.
         script: script of the run.
     """
 
     def run(context: Context) -> Figures:
-        runs.train(context, name, (*runs.SHORT_RUN, *numbers, *words), script)
-        return runs.check(context.folder / name, NATS[numbers], asynchronous=script != "grpo.py")
+        own = numbers or (BFLOAT16 if context.gpus else FLOAT32)
+        graphs = (_GRAPHS,) if numbers is None and context.gpus else ()
+        runs.train(context, name, (*runs.SHORT_RUN, *own, *graphs, *words), script)
+        return runs.check(context.folder / name, NATS[own], asynchronous=script != "grpo.py")
 
     return run
 
@@ -213,14 +216,14 @@ STAGES: dict[str, Stage] = {
     ),
     "sweep": Stage(sweep, "two jobs in one process, as recipes run them", takes_s=90),
     "resume": Stage(resume, "a run that is killed while it writes a checkpoint, and resumed"),
-    "servers": Stage(train("servers", *_SERVED), "an engine in a vLLM server, over HTTP"),
+    "servers": Stage(train("servers", *_SERVED, numbers=None), "an engine in a vLLM server, over HTTP"),
     "ipc": Stage(
-        train("ipc", *_SERVED, "inference_model.weight_transfer=cuda_ipc", *_FIRST_GPU),
+        train("ipc", *_SERVED, "inference_model.weight_transfer=cuda_ipc", *_FIRST_GPU, numbers=None),
         "weights that a server reads where they lie, on the trainer's GPU",
         _needs_gpu,
     ),
     "ipc_peer": Stage(
-        train("ipc_peer", *_SERVED, "inference_model.weight_transfer=cuda_ipc"),
+        train("ipc_peer", *_SERVED, "inference_model.weight_transfer=cuda_ipc", numbers=None),
         "the same from another GPU, which reads the memory of the trainer's",
         _needs_gpus,
     ),
@@ -229,13 +232,14 @@ STAGES: dict[str, Stage] = {
             "ipc_ray",
             "collector.max_policy_age=1",
             "inference_model.weight_transfer=cuda_ipc",
+            numbers=None,
             script="grpo-async.py",
         ),
         "the same from a worker on Ray, on another GPU if there is one",
         _needs_gpu,
     ),
     "nccl": Stage(
-        train("nccl", *_SERVED, "inference_model.weight_transfer=nccl"),
+        train("nccl", *_SERVED, "inference_model.weight_transfer=nccl", numbers=None),
         "weights that go to the GPU of a server by NCCL; on a CPU by gloo",
         lambda context: _needs_gpus(context) if context.gpus else "",
     ),
@@ -253,7 +257,7 @@ STAGES: dict[str, Stage] = {
         _needs_gpus,
     ),
     "async": Stage(
-        train("async", "collector.max_policy_age=1", script="grpo-async.py"),
+        train("async", "collector.max_policy_age=1", numbers=None, script="grpo-async.py"),
         "collection and optimization at the same time, on Ray",
         lambda context: _needs_gpus(context) if context.gpus else "",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.vllm_arguments import as_flags
-from torchrl_grpo.inference.vllm_compat import has_token_server
+from torchrl_grpo.inference.vllm_compat import has_token_server, sampler_variables
 from torchrl_grpo.planning.cores import import_path
 
 _PROGRAM = "torchrl_grpo.inference.servers.vllm.program"
@@ -76,4 +76,5 @@ def _variables(eager: bool, on_cpu: bool) -> dict[str, str]:
     else:
         # Without this, Triton's attention in float32 uses TF32 (10 mantissa bits, not 23).
         variables["TRITON_F32_DEFAULT"] = "ieee"
+        variables |= sampler_variables()
     return variables
