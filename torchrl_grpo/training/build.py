@@ -52,13 +52,13 @@ from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_collector
-from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
 from torchrl_grpo.training.held_out_loss import HeldOutLoss
-from torchrl_grpo.training.learner import Learner, LearnerSpec
+from torchrl_grpo.training.learner import DistributedLogProbs, Learner, LearnerSpec
 from torchrl_grpo.training.prepare import prepare
 from torchrl_grpo.training.probe import probe_inputs
 from torchrl_grpo.training.rounding_check import rounding_check_dtype, uneven_rounding_warning
@@ -230,7 +230,7 @@ def _build(
         learner=learner,
         workers=collector.worker_group,
         collector=collector,
-        reference=reference,
+        reference=reference if isinstance(reference, LogProbScorer) else None,
         buffer=buffer,
         publisher=publisher,
         rounding_check_dtype=rounding_check_dtype(cfg, engine_device, precision),
@@ -315,10 +315,10 @@ def _open_outputs(
 
 def build_reference(
     cfg: Config, source: str, devices: Sequence[str], learner: Learner
-) -> LogProbScorer | None:
+) -> LogProbWriter | None:
     """Build the scorer of the reference, or of the teacher in its place; None if nothing needs one.
 
-    With LoRA, the frozen base model doubles as the reference.
+    With LoRA, the frozen base model doubles as the reference, and each training rank scores a share.
 
     Args:
         cfg: configuration; ``policy``, ``ref_model``, ``teacher_model``, ``train_model`` and ``model`` are
@@ -332,6 +332,8 @@ def build_reference(
     temperature = cfg.inference_model.temperature
     if cfg.train_model.lora.rank > 0 and cfg.policy.distill_coef == 0:
         policy = learner.model
+        if learner.ranks.size > 1:
+            return DistributedLogProbs(learner, "reference", without_adapters=True)
         scorer = TokenScorer(
             policy,
             temperature,

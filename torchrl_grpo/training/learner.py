@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torchrl_grpo.inference.build import EngineOptions, build_engine
 from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.loading import load_processor
+from torchrl_grpo.models.lora import disable_adapters
 from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, resolve_head
 from torchrl_grpo.models.prepare import (
     compile_layers,
@@ -216,7 +218,7 @@ class Learner:
             return []
         if self.ranks.size == 1:
             return [LogProbScorer(self.scorer, "proximal", self.budget)]
-        return [_DistributedProximalLogProbs(self)]
+        return [DistributedLogProbs(self, "proximal")]
 
     def step(self, batch: TensorDictBase) -> dict[str, float]:
         """On rank 0: take one optimizer step with all ranks, see :class:`OptimizerStep`."""
@@ -228,13 +230,17 @@ class Learner:
         """Take this rank's part in an optimizer step, see :meth:`OptimizerStep.update`."""
         return self.optimizer_step.update(share, totals, responses)
 
-    def log_probs(self, groups: TensorDictBase) -> list[Tensor]:
+    def log_probs(self, groups: TensorDictBase, without_adapters: bool = False) -> list[Tensor]:
         """On rank 0: return the log-probabilities ``[G, T]`` of the responses of each group under the model.
 
         Each rank computes those of a share of the groups.
+
+        Args:
+            groups: the groups.
+            without_adapters: whether the model computes as its base model.
         """
         shares = self.budget.divide(groups, self.ranks.size)
-        scored = self.ranks.call_each(Learner.score, self, shares)
+        scored = self.ranks.call_each(Learner.score, self, shares, without_adapters)
         by_row = {
             row: values
             for share, own in zip(shares, scored, strict=True)
@@ -243,12 +249,13 @@ class Learner:
         return [by_row[row] for row in range(len(groups))]
 
     @torch.no_grad()
-    def score(self, share: Share) -> list[list[Tensor]]:
+    def score(self, share: Share, without_adapters: bool = False) -> list[list[Tensor]]:
         """On rank 0: return the log-probabilities of the groups of each rank's share; else an empty list."""
         groups = share.groups
         own = [torch.zeros(group["masks", "response"].shape) for group in groups.unbind(0)][: len(share.rows)]
         pieces = self.budget.split(groups, [MicroBatch(tuple(range(len(own))), slice(None))])
-        with reshard_after(self.network), self.budget.explain_oom():
+        adapters = disable_adapters(self.model) if without_adapters else nullcontext()
+        with reshard_after(self.network), self.budget.explain_oom(), adapters:
             passes = self.ranks.all_reduce_max(len(pieces))
             scores = [
                 score_piece(self.network, micro.select(groups))
@@ -335,18 +342,21 @@ class GatheredModel:
         return call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask, files)
 
 
-class _DistributedProximalLogProbs(LogProbWriter):
-    """Log-probabilities under the proximal policy, computed by several ranks together.
+class DistributedLogProbs(LogProbWriter):
+    """Log-probabilities under the trained model, or under its base model, computed by several ranks together.
 
     Args:
         learner: rank 0's learner.
+        name: see :class:`LogProbWriter`.
+        without_adapters: see :meth:`Learner.log_probs`.
     """
 
-    def __init__(self, learner: Learner) -> None:
-        super().__init__("proximal")
+    def __init__(self, learner: Learner, name: str, without_adapters: bool = False) -> None:
+        super().__init__(name)
         # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["learner"] = learner
+        self._without_adapters = without_adapters
 
     def compute(self, groups: TensorDictBase) -> list[Tensor]:
         learner: Learner = self.__dict__["learner"]
-        return learner.log_probs(groups)
+        return learner.log_probs(groups, self._without_adapters)
