@@ -28,6 +28,8 @@ _ON_CPU = (
     "env.repeats=4",
     "inference_model.max_new_tokens=8",
     "inference_model.max_model_len=128",
+    # A stage of its own compiles, which takes a CPU a minute.
+    "train_model.compile=false",
     f"inference_model.backend={reference_engine()}",
 )
 # A GPU of 24 or 80 GB has a little less.
