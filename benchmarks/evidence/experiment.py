@@ -26,6 +26,8 @@ class Experiment:
             others are compared with.
         shape: regular expression of a whole response in the right form; empty if there is no form.
         seeds: number of seeds.
+        fresh: seeds that were added when others had been looked at, and whose differences are also given
+            alone; empty for none.
         outcome: what the results say of the claim; empty until there are some.
         settings: words that each arm adds to those of all, which have a table; empty for none.
         needs: GPU that it needs, with the peak and the hours that the planner predicts; empty for a CPU.
@@ -49,6 +51,7 @@ class Experiment:
     arms: Mapping[str, Sequence[Stage]]
     shape: str = ""
     seeds: int = 3
+    fresh: Sequence[int] = ()
     outcome: str = ""
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     needs: str = ""
