@@ -59,11 +59,10 @@ _PUBLISHED_HEAD = """# Results on IFEval and GSM8K
 What a model of 135M parameters learns on two published benchmarks, under limits that make these numbers no
 scores of the benchmarks; each section names them. Commands, intervals, columns and what refutes a claim are
 as in [results](results.md). `--data DATA` takes a local copy. Rows with *no model* are policies that answer
-without one. The second table has IFEval's [four scores](ifeval.md#scores): how much each arm raises them,
-with intervals over seeds alone. *Beyond other prompts* is how much more responses follow their own prompts
-than those of other problems (prompt strict). *Without repetition* does not count responses with fewer than
-five different words, or in which a line or sequences of four words are mostly repeats. Their intervals are
-over seeds and problems.
+without one. The second table has IFEval's [four scores](ifeval.md#scores): how much each arm raises them.
+*Beyond other prompts* is how much more responses follow their own prompts than those of other problems
+(prompt strict). *Without repetition* does not count responses with fewer than five different words, or in
+which a line or sequences of four words are mostly repeats.
 """
 _COMPARISONS_HEAD = """# Comparisons
 
@@ -309,11 +308,14 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 def measures_table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the rows of the table of further held-out values: how much each arm raises them."""
-    runs = _measures_of_arms(experiment, records).values()
+    arms = [[row for row in records if row["arm"] == arm] for arm in _measures_of_arms(experiment, records)]
     rows = []
     for name in experiment.measures:
-        pairs = [np.array([run[name] for run in arm], float) for arm in runs]
-        rises = [_mean(pair[:, 1:] - pair[:, :1], signed=True) for pair in pairs]
+        # A prompt with several instructions is a problem with several questions.
+        weights = arms[0][0]["weights"][name]
+        problems = np.repeat(records[0]["problems"], weights).tolist()
+        pairs = [np.repeat([run["measures"][name] for run in arm], weights, -1) for arm in arms]
+        rises = [_mean(pair[:, 1] - pair[:, 0], problems, signed=True) for pair in pairs]
         rows.append([name.replace("_", " "), f"{pairs[0][:, 0].mean():.3f}", *rises])
     return rows + (_own_rows(experiment, records) if experiment.deals else [])
 

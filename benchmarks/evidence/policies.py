@@ -9,13 +9,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from omegaconf import OmegaConf
 
 from torchrl_grpo.config.parsing import parse
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.load import load
+from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.registry import build_grader
 from torchrl_grpo.runtime.files.run_records import read_yaml
 
@@ -40,7 +43,9 @@ def grades(run: Path, ids: Sequence[str], policies: Mapping[str, Policy]) -> dic
         By the name of the policy, the grade of each problem, in the order of ``ids``, and what it has with
         responses to others, see :func:`dealt`.
     """
-    with _grading(run, ids) as (prompts, grade):
+    with _grading(run, ids) as (examples, grader):
+        grade = partial(_grade, grader, examples)
+        prompts = [example.messages[-1]["content"] for example in examples]
         texts = {name: [policy(prompt) for prompt in prompts] for name, policy in policies.items()}
         return {name: [grade(responses), _dealt(responses, grade)] for name, responses in texts.items()}
 
@@ -58,8 +63,37 @@ def dealt(run: Path, responses: Mapping[str, str]) -> list[float]:
         The mean grade of each problem with the responses to some others, in the order of the ids.
     """
     ids = sorted(responses)
-    with _grading(run, ids) as (_, grade):
-        return _dealt([responses[id] for id in ids], grade)
+    with _grading(run, ids) as (examples, grader):
+        return _dealt([responses[id] for id in ids], partial(_grade, grader, examples))
+
+
+def scores(run: Path, responses: Mapping[str, str], names: Sequence[str]) -> dict[str, list[float]]:
+    """Return scores of responses to the held-out problems of a run, by the score's name.
+
+    Args:
+        run: folder of the run.
+        responses: responses by the id of their problem.
+        names: names of the scores.
+    """
+    ids = sorted(responses)
+    with _grading(run, ids) as (examples, grader):
+        graded = grader.grade([responses[id] for id in ids], examples)
+        return {name: [each.metrics[name] for each in graded] for name in names}
+
+
+def weights(run: Path, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
+    """Return how often each held-out problem of a run counts in the mean of a score, by the score's name.
+
+    IFEval's scores of instructions are means over instructions, of which a prompt may have several.
+
+    Args:
+        run: folder of the run.
+        ids: ids of held-out problems of the run.
+        names: names of the scores.
+    """
+    with _grading(run, ids) as (examples, grader):
+        each = [grader.weights(example) for example in examples]
+        return {name: [round(weighed[name]) for weighed in each] for name in names}
 
 
 def _dealt(responses: Sequence[str], grade: Grade) -> list[float]:
@@ -86,18 +120,17 @@ def is_repetitive(response: str) -> bool:
 
 
 @contextmanager
-def _grading(run: Path, ids: Sequence[str]) -> Iterator[tuple[list[str], Grade]]:
-    """Return the prompts of a run's held-out problems, and what grades a response to each."""
+def _grading(run: Path, ids: Sequence[str]) -> Iterator[tuple[list[Example], CountingGrader]]:
+    """Return a run's held-out problems of these ids, and the grader of its evaluations."""
     cfg = parse(OmegaConf.create(read_yaml(run / ".hydra/config.yaml")))
     held_out = {example.id: example for example in load(cfg).held_out}
-    examples = [held_out[id] for id in ids]
     grader = build_grader(cfg)
     try:
-        yield (
-            [example.messages[-1]["content"] for example in examples],
-            lambda responses: [
-                graded.metrics[grader.primary] for graded in grader.grade(responses, examples)
-            ],
-        )
+        yield [held_out[id] for id in ids], grader
     finally:
         grader.close()
+
+
+def _grade(grader: CountingGrader, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
+    """Return the grade of a response to each problem."""
+    return [graded.metrics[grader.primary] for graded in grader.grade(responses, examples)]

@@ -93,15 +93,14 @@ def read_record(
         record["passes"] = [first[0], final[-1]]
     if experiment.policies and (arm, seed) == (next(iter(experiment.arms)), 0):
         record["policies"] = policies.grades(base, ids, experiment.policies)
+    responses = [{row["id"]: row["response"] for row in rows} for rows in (rows_before, rows_after)]
     if experiment.deals:
-        responses = [{row["id"]: row["response"] for row in rows} for rows in (rows_before, rows_after)]
         record["dealt"] = [policies.dealt(base, each) for each in responses]
         record["repetitive"] = [[int(policies.is_repetitive(each[id])) for id in ids] for each in responses]
     if experiment.measures:
-        record["measures"] = {
-            name: [_measured(base, name, 0), _measured(last, name, trial.last_step)]
-            for name in experiment.measures
-        }
+        scores = [policies.scores(base, each, experiment.measures) for each in responses]
+        record["measures"] = {name: [each[name] for each in scores] for name in experiment.measures}
+        record["weights"] = policies.weights(base, ids, experiment.measures)
     return record
 
 
@@ -151,18 +150,6 @@ def _passes(run: Path) -> list[float]:
     """Return pass@k of each evaluation that measured it."""
     rows = read_jsonl(run / METRICS)
     return [value for row in rows for name, value in row.items() if name.startswith("eval/pass_at_")]
-
-
-def _measured(run: Path, name: str, step: int) -> float:
-    """Return a held-out value of the evaluation at a step.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for row in read_jsonl(run / METRICS):
-        if row["step"] == step and f"eval/{name}" in row:
-            return float(row[f"eval/{name}"])
-    raise ValueError(f"{run}: {METRICS} has no eval/{name} at step {step}, which the experiment measures")
 
 
 def _rows(run: Path, step: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import statistics
 from collections.abc import Sequence
 from contextlib import closing
@@ -180,25 +181,35 @@ def test_a_picture_of_many_arms_has_a_color_for_each(tmp_path: Path) -> None:
 
 def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
     experiment = Experiment("", "", ARMS, measures=("prompt_loose", "instruction_loose"))
-    rises = [0.1, 0.2, 0.3]
+    # Two prompts, with one and with three instructions.
+    weights = {"prompt_loose": [1, 1], "instruction_loose": [1, 3]}
+    after = [[[1.0, 0.0], [1.0, 1 / 3]], [[1.0, 0.0], [1.0, 2 / 3]], [[0.0, 0.0], [1.0, 1 / 3]]]
     rows = [
         made(
             "GRPO",
             seed,
-            [0.0],
-            [1.0],
-            measures={"prompt_loose": [0.5, 0.5 + rise], "instruction_loose": [1, 1]},
+            [0.0, 0.0],
+            [1.0, 0.0],
+            weights=weights,
+            measures={"prompt_loose": [[0.0, 0.0], prompts], "instruction_loose": [[0.0, 0.0], each]},
         )
-        for seed, rise in enumerate(rises)
+        for seed, (prompts, each) in enumerate(after)
     ]
-    rows.append(
-        made("random", 0, [0.0], [0.0], measures={"prompt_loose": [0.5, 0.25], "instruction_loose": [1, 0]})
+    no_change = {"prompt_loose": [[1.0, 0.0]] * 2, "instruction_loose": [[1.0, 0.0], [0.0, 0.0]]}
+    rows.append(made("random", 0, [0.0] * 2, [0.0] * 2, weights=weights, measures=no_change))
+    (prompt, _, rise, unchanged), (instruction, before, of_instructions, fell) = page.measures_table(
+        experiment, rows
     )
-    half = stats.t.ppf(0.975, 2) * statistics.stdev(rises) / 3**0.5
-    assert page.measures_table(experiment, rows) == [
-        ["prompt loose", "0.500", f"+0.200 [{0.2 - half:+.3f}, {0.2 + half:+.3f}]", "-0.250"],
-        ["instruction loose", "1.000", "+0.000 [+0.000, +0.000]", "-1.000"],
-    ]
+    assert (prompt, unchanged) == ("prompt loose", "+0.000")
+    mean, half = sweep_statistics.interval(np.array([prompts for prompts, _ in after]))
+    assert rise == f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
+    # Over instructions, of which those of a prompt say less than as many prompts.
+    each = np.array([[one, three, three, three] for _, (one, three) in after])
+    by_prompt = sweep_statistics.of_problems(each, [0, 1, 1, 1])
+    mean, half = sweep_statistics.interval(by_prompt)
+    assert mean == pytest.approx((3 * 1 + 1 + 2 + 1) / 12)
+    assert of_instructions == f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
+    assert (instruction, before, fell) == ("instruction loose", "0.000", "-0.250")
     assert page.measures_table(Experiment("", "", ARMS), rows) == []
 
 
@@ -474,14 +485,24 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     assert records.read_record(of_arms("GRPO"), "GRPO", 1, [run], run)["problems"] == [0, 0]
 
 
-def test_a_record_has_the_values_that_an_experiment_measures(tmp_path: Path) -> None:
-    base = ended(tmp_path / "base", {0: {"p": 0.0}, 4: {"p": 1.0}})
-    last = ended(tmp_path / "last", {4: {"p": 1.0}})
-    (last / "metrics.jsonl").write_text(json.dumps({"step": 4, "eval/accuracy": 0.25}) + "\n")
-    experiment = of_arms("random", measures=("accuracy",))
-    assert records.read_record(experiment, "random", 1, [last], base)["measures"] == {"accuracy": [0.5, 0.25]}
-    with pytest.raises(ValueError, match=r"base: metrics\.jsonl has no eval/acc at step 0, which the exp"):
-        records.read_record(replace(experiment, measures=("acc",)), "random", 1, [last], base)
+def test_a_record_has_the_scores_that_an_experiment_measures(tmp_path: Path) -> None:
+    rows = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(20)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = load(write_config(tmp_path, 2)).held_out
+    first, second = (example.id for example in examples)
+    base = ended(tmp_path / "base", {0: {first: 0.0, second: 0.0}})
+    last = ended(tmp_path / "last", {4: {second: 1.0, first: 0.0}})
+    shutil.copy(tmp_path / ".hydra/config.yaml", base / ".hydra")
+    path = last / "evaluations.jsonl"
+    answers = {first: "no", second: str(examples[1].truth["answer"])}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "response": answers[row["id"]]}) + "\n" for row in lines))
+    experiment = of_arms("random", measures=("flexible",))
+    record = records.read_record(experiment, "random", 1, [last], base)
+    at = record["ids"].index(second)
+    # The run of another arm may have been rewarded for something else: responses are graded again.
+    assert record["measures"] == {"flexible": [[0.0, 0.0], [float(number == at) for number in range(2)]]}
+    assert record["weights"] == {"flexible": [1, 1]}
 
 
 @pytest.mark.parametrize(
