@@ -32,15 +32,15 @@ def main() -> None:
         if args.arm is not None and args.arm not in arms:
             parser.error(f"--arm={args.arm}: {name} has no such arm; write one of {', '.join(arms)}")
         # Another seed would join the published means.
-        if args.seed not in (None, *range(EXPERIMENTS[name].seeds)):
-            last = EXPERIMENTS[name].seeds - 1
-            parser.error(f"--seed={args.seed}: {name} has no such seed; write one of 0 to {last}")
+        if args.seed not in (None, *EXPERIMENTS[name].all_seeds):
+            known = ", ".join(map(str, EXPERIMENTS[name].all_seeds))
+            parser.error(f"--seed={args.seed}: {name} has no such seed; write one of {known}")
     if args.names and args.folder is None:
         parser.error("--folder: it is missing; write the folder for the runs")
     for name in args.names:
         experiment = EXPERIMENTS[name]
         data = () if args.data is None else (f"{experiment.data_key}={args.data}",)
-        for seed in range(experiment.seeds) if args.seed is None else [args.seed]:
+        for seed in experiment.all_seeds if args.seed is None else [args.seed]:
             folder = args.folder.resolve() / name
             model = first_model(experiment.arms, seed, folder)
             # All arms begin with the model that the first one evaluates.
@@ -53,6 +53,8 @@ def main() -> None:
                     words = (*data, *(experiment.once if seed == 0 and runs[-1] == base else ()))
                     run_stages(stages, seed, runs, words, model)
                     _keep(name, records.read_record(experiment, arm, seed, runs, base), replace=is_selected)
+                    if experiment.keeps_samples:
+                        records.save_responses(name, runs)
     _write_page()
 
 

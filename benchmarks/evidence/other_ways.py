@@ -25,6 +25,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _LEARNING["pictures"],
         r"\d+",
         outcome="The claim holds, and the form stays right. Values are shares of sampled answers, four a "
-        "problem, and most are still wrong. The recipe was chosen on seed 0, with these problems.",
+        "problem, and most are still wrong. Learning rate and length were chosen on seed 0, with these "
+        "problems; without it the difference is +0.055 [+0.024, +0.086]. There is no control.",
     ),
 }

@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks.evidence import comparisons, other_ways, published, tasks
 from benchmarks.evidence.experiment import NO_RISE, Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
+from benchmarks.evidence.records import RESPONSES
 from benchmarks.learning import interval
 from torchrl_grpo.sweep import statistics
 
@@ -36,16 +37,20 @@ python -m benchmarks.evidence NAME --folder FOLDER             # all arms and se
 python -m benchmarks.evidence NAME --folder FOLDER --seed 1    # one seed again
 ```
 
-FOLDER then has the raw responses (`rollouts.jsonl`, `evaluations.jsonl`), and `benchmarks/evidence/records`
-has commands (older ones without long values), versions, machine, the curve of each run, and the grade of
-each held-out problem. Held-out problems are never trained on.
+Runs are in FOLDER/NAME/ARM-SEED. `benchmarks/evidence/records` has commands (older ones without long
+values), versions, machine, the curve of each run, and the grade of each held-out problem; `git diff` of it
+shows whether a repeated run came out the same. `benchmarks/evidence/responses` has all sampled and held-out
+responses of newer runs (`xzcat FILE`). Held-out problems are never trained on.
 
-Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)). Questions that ask the same in
-other words are one problem. A difference is that to the
-first arm, on the same seeds and problems; that of responses to a value is over seeds alone. *Form* is the
-share of answers in the right form. *Best of 8* is pass@8: whether any of eight answers, sampled at
-temperature 1, is right. Seconds are those of each command of an arm, with its start and its evaluations
-(without them beside TRL); other programs often shared the machine.
+SFT on written solutions ends above GRPO on each of the six tasks that have it: GRPO is for tasks whose
+answers can be checked and whose solutions nobody has written.
+
+Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)); where some seeds learn and
+others collapse, they hold less often. Questions that ask the same in other words are one problem. A
+difference is that to the first arm, on the same seeds and problems. For *responses to a value* the interval
+is over seeds only. *Form* is the share of answers in the right form. *Best of 8* is pass@8: whether any of
+eight answers, sampled at temperature 1, is right. Seconds are those of each command of an arm, with its start
+and its evaluations (without them beside TRL); other programs often shared the machine.
 """
 
 
@@ -66,8 +71,10 @@ which a line or sequences of four words are mostly repeats.
 """
 _COMPARISONS_HEAD = """# Comparisons
 
-What a setting or another trainer changes, with the same task, problems and number of responses. Commands,
-raw responses, intervals and columns are as in [results](results.md).
+What a setting or another trainer changes, with the same task and problems, and as many responses trained on.
+Commands, raw responses, intervals and columns are as in [results](results.md). *Halfway* is the mean after
+half of the steps. [Objectives](objectives.md#engine-and-trainer) explains ratios and corrections. The quick
+start, age 0 and *this project* are the same runs, repeated.
 """
 # Pages with their beginnings and experiments.
 PAGES: Mapping[Path, tuple[str, Mapping[str, Experiment]]] = {
@@ -101,7 +108,7 @@ def _waiting(experiments: Mapping[str, Experiment]) -> str:
     lines = ["## Not run yet\n", f"Arms x seeds; `--help` has the claims.{on_gpu}\n"]
     for name, each in experiments.items():
         needs = f", {each.needs}" if each.needs else ""
-        lines.append(f"- `{name}`: {len(each.arms)} x {each.seeds}{needs}")
+        lines.append(f"- `{name}`: {len(each.arms)} x {len(each.all_seeds)}{needs}")
     return "\n".join([*lines, ""])
 
 
@@ -119,6 +126,8 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         shared = [seed for seed in own if seed in grades[arms[0]]]
         pairs = np.array([np.subtract(own[seed]["after"], grades[arms[0]][seed]["after"]) for seed in shared])
         cells.append("" if arm == arms[0] or not shared else _mean(pairs, problems, signed=True))
+        if experiment.shows_halfway:
+            cells.append(f"{np.mean([_halfway(run) for run in own.values()]):.3f}")
         if experiment.shape:
             cells.append(f"{np.mean([run['formed'][1] for run in own.values()]):.2f}")
         if _has_ages(records):
@@ -131,6 +140,11 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         cells.append(" + ".join(f"{seconds:.0f}" for seconds in stages))
         rows.append(cells)
     return rows + _policy_rows(grades[arms[0]], len(rows[0]))
+
+
+def _halfway(record: Mapping[str, Any]) -> float:
+    """Return the held-out value of a run after half of its steps."""
+    return float(record["values"][record["steps"].index(record["steps"][-1] // 2)])
 
 
 def _policy_rows(first: Mapping[int, Any], columns: int) -> list[list[str]]:
@@ -208,6 +222,7 @@ def start(experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
 
 def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]]) -> str:
     columns = ["arm", "seeds", "after", "rise", "difference"]
+    columns += ["halfway"] if experiment.shows_halfway else []
     columns += ["form"] if experiment.shape else []
     columns += ["mean age"] if _has_ages(records) else []
     if experiment.reach is not None:
@@ -232,7 +247,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"{start(experiment, records)}\n",
             *tables,
             f"{experiment.outcome}\n",
-            f"{_count(records[0]['problems'])}; [records](../benchmarks/evidence/records/{name}.json).",
+            f"{_count(records[0]['problems'])}; {_files(name)}.",
             "",
             f"![learning curves](pictures/evidence-{name}.svg)\n",
         ]
@@ -264,20 +279,35 @@ def _count(problems: Sequence[int]) -> str:
     return f"{count} held-out problems" + (f" in {len(problems)} questions" if count < len(problems) else "")
 
 
+def _files(name: str) -> str:
+    """Return links to the records of an experiment, and to the responses of its runs if some are kept."""
+    text = f"[records](../benchmarks/evidence/records/{name}.json)"
+    kept = (RESPONSES / name).is_dir()
+    return f"{text}, [responses](../benchmarks/evidence/responses/{name})" if kept else text
+
+
 def _has_ages(records: Sequence[dict[str, Any]]) -> bool:
     """Whether responses of some runs were older than the policy that trained on them."""
     return any(run.get("age") for run in records)
 
 
 def _contrasts(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return rows of the differences between pairs of arms that have runs with the same seeds."""
+    """Return rows of the differences between pairs of arms that have runs with the same seeds.
+
+    Those of fresh seeds alone are to the first arm.
+    """
     after = {(run["arm"], run["seed"]): np.array(run["after"]) for run in records}
+    first_arm, *others = experiment.arms
+    alone = f", seeds {min(experiment.fresh)} to {max(experiment.fresh)} alone" if experiment.fresh else ""
+    pairs = [(*pair, "", set(experiment.all_seeds)) for pair in experiment.contrasts]
+    pairs += [(arm, first_arm, alone, set(experiment.fresh)) for arm in others]
     rows = []
-    for pair in experiment.contrasts:
-        first, second = ({seed for arm, seed in after if arm == name} for name in pair)
-        if shared := sorted(first & second):
-            values = np.array([after[pair[0], seed] - after[pair[1], seed] for seed in shared])
-            rows.append([*pair, _mean(values, records[0]["problems"], signed=True)])
+    for arm, other, words, seeds in pairs:
+        first, second = ({seed for name, seed in after if name == each} for each in (arm, other))
+        shared = sorted(first & second & seeds)
+        if len(shared) > bool(words):
+            values = np.array([after[arm, seed] - after[other, seed] for seed in shared])
+            rows.append([f"{arm}{words}", other, _mean(values, records[0]["problems"], signed=True)])
     return rows
 
 

@@ -102,14 +102,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         "so an earlier claim is refuted: that GRPO follows more than policies without a model do. The "
         "controls fall below the start, so leads over them say less. Training has IFEval's 25 types and "
         "checks, in other prompts. The prompts are the 400 of 541 that our copy has. The limit of 64 tokens "
-        "lowers the start: with 128 it is 0.183. The right form ends like a sentence. The recipe was chosen "
-        "on seed 7, with these prompts, before training was in float32, and this claim was worded after two "
-        "seeds.",
+        "lowers the start: with 128 it is 0.183. The right form ends like a sentence. Learning rate and "
+        "length were chosen on seed 7, with these prompts, before training was in float32, and this claim "
+        "was worded after two seeds.",
         policies={
             "beginning of the prompt in lower case": _beginning,
             "one text for all prompts": lambda prompt: '"<<an answer>> this is it."',
         },
         deals=True,
+        keeps_samples=False,
         measures=("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"),
     ),
     "GSM8K-last": Experiment(

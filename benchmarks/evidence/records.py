@@ -6,6 +6,7 @@ A record has what the tables need, so they can be computed again without the run
 from __future__ import annotations
 
 import json
+import lzma
 import re
 import shlex
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ from benchmarks.evidence import policies
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.learning import Stage
 from torchrl_grpo.observe import doctor
-from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, read_jsonl
+from torchrl_grpo.observe.metrics import EVALUATIONS, METRICS, ROLLOUTS, read_jsonl
 from torchrl_grpo.runtime.files.run_records import read_yaml
 from torchrl_grpo.sweep.trials import read_trial, recorded_overrides
 
 _ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent / "records"
+RESPONSES = Path(__file__).resolve().parent / "responses"
 _SAMPLES = 4
 # What all records of an experiment have in common: ids of the held-out questions, and the number of the
 # problem of each.
@@ -180,6 +182,24 @@ def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) 
 def _question(prompt: str) -> str:
     """Return the last turn of a user in a prompt of SmolLM2's template; the whole prompt of another one."""
     return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>")[0]
+
+
+def save_responses(name: str, runs: Sequence[Path], folder: Path = RESPONSES) -> None:
+    """Write all responses of an arm's last run, sampled and held-out, as lines of JSON in an xz file.
+
+    Each has the name of its file in ``file``, and what that file says of it.
+
+    Args:
+        name: name of the experiment.
+        runs: folders of the runs. The parent of the last one has the name of the arm and its seed.
+        folder: folder of the responses of all experiments.
+    """
+    path = folder / name / f"{runs[-1].parent.name}.jsonl.xz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(path, "wt", encoding="utf-8", preset=9) as file:
+        for source in (ROLLOUTS, EVALUATIONS):
+            for row in read_jsonl(runs[-1] / source) if (runs[-1] / source).is_file() else ():
+                file.write(f"{json.dumps({'file': source, **row})}\n")
 
 
 def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:

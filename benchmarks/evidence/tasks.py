@@ -140,7 +140,7 @@ REVERSAL = _task(
     "The claim holds, with two more seeds because three left the reward for form undecided, so "
     "intervals are too narrow. That reward comes to 0.217 to 0.797; where it fails, words mostly stay in "
     "their order. The recipe is that of the needle.",
-    seeds=10,
+    seeds=5,
     fresh=range(5, 10),
 )
 
@@ -156,10 +156,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             r"\d+ \+ \d+ = \d+",
             ("reasoning_gym", "closeness", "bare_number"),
         ),
-        outcome="The first part holds, but most of the rise is form: the other rewards add 0.103 to what the "
-        "reward for form teaches. The second part is refuted: 128 written solutions teach more, and GRPO "
-        "after them adds little. GRPO is for tasks whose answers can be checked and whose solutions nobody "
-        "has written.",
+        outcome="The first part holds, but most of the rise is form: rewards for right and nearly right "
+        "answers add 0.103 to what the reward for form teaches. The second part is refuted: 128 written "
+        "solutions teach more, and GRPO after them adds little.",
         contrasts=(("SFT, then GRPO", "SFT"),),
     ),
     "needle": _task(
@@ -180,11 +179,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         "The claim holds, with a fourth seed because three left the random reward undecided, so intervals "
         "are too narrow. One seed of the random reward came to 0.340 by answering mostly the first name. "
-        "That is right on 0.403 of the problems, and GRPO is above it by +0.084 [+0.015, +0.154]. 96 "
-        "written solutions teach more, and GRPO after them adds to it. The recipe was chosen on seed 7, with "
-        "100 of these problems.",
-        seeds=8,
-        fresh=range(4, 8),
+        "That is right on 0.403 of the problems, and GRPO is above it by +0.084 [+0.015, +0.154]. SFT on "
+        "96 written solutions is above GRPO, also by the fourth seed only, and GRPO after it adds to it. "
+        "Learning rate, length and prompt were chosen on seed 7, with 100 of these problems.",
+        seeds=4,
+        # Not the one on which learning rate and length were chosen.
+        fresh=range(8, 12),
     ),
     "reversal": REVERSAL,
     "filter": _task(
@@ -205,9 +205,10 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=128",
             "optimizer.lr=2e-5",
         ),
-        "Refuted by the first seed: after eight steps GRPO kept the first number, whatever was asked, which "
-        "is right on 0.413 of these problems. Other runs were left out.",
-        trivial=", or GRPO is not above 0.45, which keeping the same one of the numbers gives",
+        "Refuted by the first run (seed 1): after eight steps GRPO kept the first number, whatever was "
+        "asked, which is right on 0.413 of these problems; keeping the second is right on 0.477. Other runs "
+        "were left out.",
+        trivial=", or GRPO is not above 0.45, about what keeping the same one of the numbers gives",
     ),
     "multiplication": _task(
         "basic_arithmetic",
@@ -226,7 +227,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Refuted: GRPO came to 0.775, 0.055 and 0.150; with the last two seeds few answers had the form. The "
         "form allows a final dot, which the grader does not: with it the reward for form comes to 0.605, "
         "0.645 and 0.780, so the model knew the table and lacked the form. 48 written solutions teach that. "
-        "The prompt shows one of the products. The recipe was chosen on seed 7.",
+        "The prompt shows one of the products. Learning rate, length and prompt were chosen on seed 7.",
         held_out=200,
     ),
     "differences": _task(
@@ -244,9 +245,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=112",
             "optimizer.lr=2e-5",
         ),
-        "The claim holds, with the five seeds that were planned; the reward for form makes the model "
-        "worse. The recipe was chosen on seed 7, with another example and 100 of these problems. The lead "
-        "of SFT on 128 written solutions is undecided. GRPO after it takes some of it back.",
+        "The claim holds, with the five seeds that were planned. Learning rate, length and prompt were "
+        "chosen on seed 7, with another example and 100 of these problems. The lead of SFT on 128 written "
+        "solutions is undecided. GRPO after it takes some of it back.",
         seeds=5,
         samples=8,
     ),
@@ -266,7 +267,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             "optimizer.lr=2e-5",
         ),
         "The claim holds. The intervals of SFT's lead, on 128 written solutions, and of what GRPO changes "
-        "after it include 0. The recipe was chosen on seed 7, with 100 of these problems.",
+        "after it include 0. Learning rate, length and prompt were chosen on seed 7, with 100 of these "
+        "problems.",
         samples=8,
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import lzma
 import math
 import re
 import shlex
@@ -33,6 +34,7 @@ from torchrl_grpo.config.parsing import parse
 from torchrl_grpo.data.load import load
 from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.observe.metrics import read_jsonl
 from torchrl_grpo.rewards.registry import of_run
 from torchrl_grpo.sweep import statistics as sweep_statistics
 
@@ -505,6 +507,54 @@ def test_a_record_has_the_scores_that_an_experiment_measures(tmp_path: Path) -> 
     assert record["weights"] == {"flexible": [1, 1]}
 
 
+def test_values_halfway_have_a_column() -> None:
+    experiment = Experiment("", "", ARMS, shows_halfway=True)
+    rows = [
+        made(arm, seed, [0.0], [1.0], steps=[0, 4, 8], values=[0.0, value, 1.0])
+        for arm, values in (("GRPO", (0.25, 0.5)), ("random", (0.5, 1.0)))
+        for seed, value in enumerate(values)
+    ]
+    assert [row[-2] for row in page.table(experiment, rows)] == ["0.375", "0.750"]
+    with pytest.raises(ValueError, match="4 is not in list"):
+        page.table(experiment, [{**rows[0], "steps": [0, 8]}])
+
+
+def test_fresh_seeds_are_compared_alone() -> None:
+    experiment = Experiment("", "", ARMS, seeds=2, fresh=range(2, 4), contrasts=(("random", "GRPO"),))
+    after = {("GRPO", 0): 0.0, ("GRPO", 1): 0.0, ("GRPO", 2): 0.5, ("GRPO", 3): 0.75}
+    after |= {("random", 0): 1.0, ("random", 1): 1.0, ("random", 2): 0.25, ("random", 3): 0.75}
+    rows = [made(arm, seed, [0.0], [value]) for (arm, seed), value in after.items()]
+    (_, alone) = page._contrasts(experiment, rows)
+    mean, half = sweep_statistics.interval(np.array([[-0.25], [0.0]]))
+    interval = f"[{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
+    assert alone == ["random, seeds 2 to 3 alone", "GRPO", f"-0.125 {interval}"]
+    early = [row for row in rows if row["seed"] < 3]
+    assert len(page._contrasts(experiment, early)) == 1, "one seed has no interval"
+
+
+def test_all_responses_of_a_run_are_kept(tmp_path: Path) -> None:
+    run = ended(tmp_path / "GRPO-1/0", {0: {"p": 0.0}, 4: {"p": 1.0}})
+    sampled = {"step": 1, "prompt": "1 + 1 =", "response": "zwölf", "rewards": {"gsm8k": 0.0}}
+    (run / "rollouts.jsonl").write_text(json.dumps(sampled) + "\n")
+    for _ in range(2):
+        records.save_responses("made", [tmp_path / "SFT-1/0", run], tmp_path / "responses")
+    (path,) = (tmp_path / "responses").rglob("*.*")
+    assert path.relative_to(tmp_path) == Path("responses/made/GRPO-1.jsonl.xz")
+    rows = [json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines()]
+    held_out = read_jsonl(run / "evaluations.jsonl")
+    assert rows == [
+        {"file": "rollouts.jsonl", **sampled},
+        *({"file": "evaluations.jsonl", **row} for row in held_out),
+    ]
+
+
+def test_nothing_of_others_data_is_kept() -> None:
+    for path in records.RESPONSES.iterdir():
+        assert EXPERIMENTS[path.name].keeps_samples
+    for name in ("IFEval", "GSM8K-last"):
+        assert not any("samples" in record for record in records.load(name))
+
+
 @pytest.mark.parametrize(
     ("experiment", "key"), [("needle", "env.data_path"), ("GSM8K-last", "env.task_args.path")]
 )
@@ -579,7 +629,7 @@ def test_a_run_for_the_model_before_training_keeps_the_record_that_is_there(
     [
         (["neddle"], "NAME=neddle: there is no such experiment; write one of sums, "),
         (["needle", "--arm", "random"], "--arm=random: needle has no such arm; write one of GRPO, "),
-        (["needle", "--seed", "7"], "--seed=7: needle has no such seed; write one of 0 to 3"),
+        (["needle", "--seed", "7"], "--seed=7: needle has no such seed; write one of 0, 1, 2, 3, 8"),
         (["needle"], "--folder: it is missing; write the folder for the runs"),
     ],
 )
