@@ -88,8 +88,8 @@ def _beside_trl(task: str, words: Sequence[str], reach: float, outcome: str, see
         seeds: see :class:`Experiment`.
     """
     return Experiment(
-        f"On {task} this project comes to {reach} with at most 128 responses more than TRL, and in at most a "
-        "third of its seconds.",
+        f"On {task} this project comes to {reach} with at most 128 responses (two rounds) more than TRL, and "
+        "in at most a third of its seconds.",
         "The interval of TRL's responses minus ours reaches below -128, or a seed is less than 3 times as "
         "fast.",
         {
@@ -159,9 +159,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "the order of two words (reversal)",
         (*_SHORT_REVERSAL, "train.total_dialog_turns=384", "eval.frequency=1"),
         0.5,
-        "The seconds hold. The responses do not: TRL's seeds took 59 more, 119 fewer and 25 fewer, and three "
-        "seeds that differ so much cannot tell who needs fewer.",
-        # Three pairs leave an interval of 440 responses. Six should bring it to about 200.
+        "The claim holds. Three seeds had left the responses undecided: TRL's took 59 more, 119 fewer and 25 "
+        "fewer. Three fresh ones, with 31 more, 7 more and 9 fewer, decide it alone: +10 [-40, +60].",
         seeds=6,
     ),
 }
