@@ -101,7 +101,7 @@ class TrainModelConfig:
     )
     shared_prefix: bool = key(
         True,
-        "Run the prompt of a group once for all its responses: same numbers, less time.",
+        "Run the prompt of a group once for all its responses: same numbers, and on a CPU less time.",
     )
     prefix_attention: PrefixAttention = key(
         PrefixAttention.auto,

@@ -272,7 +272,7 @@ STAGES: dict[str, Stage] = {
     **{
         f"recipe_{name}": Stage(
             recipe(name),
-            f"20 steps of +recipe={name} on a random model of its shape",
+            f"20 short steps of +recipe={name} on a random model of its shape",
             needs_machine(name),
             120,
             uses_model=False,
