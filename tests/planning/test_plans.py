@@ -21,7 +21,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import automatic, memory, placement, preflight, sizes, speeds, token_budget
 from torchrl_grpo.planning.advice import apply
-from torchrl_grpo.planning.cost import cost_of
+from torchrl_grpo.planning.cost import Cost, cost_of
 from torchrl_grpo.planning.plan import OWN_GPU
 from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.planning.request import build_request
@@ -246,6 +246,21 @@ def test_speeds_that_no_gpu_has_are_refused(value: str) -> None:
     speeds.path().write_text(f'{{"NVIDIA X": {{"tflops": {value}}}}}')
     with pytest.raises(ConfigError, match=r"gpu_speeds\.json: the file is damaged .*; delete it"):
         speeds.of(there("1x80"))
+
+
+def test_the_speeds_of_an_engine_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(**measured: float) -> Cost:
+        speeds.write("NVIDIA H100 80GB HBM3", measured)
+        planned = chosen(read("inference_model.sleep=true"), "0.5B", False, there("1x80"), monkeypatch)
+        predicted = cost_of(planned)
+        assert predicted is not None
+        return predicted
+
+    usual = cost()
+    slower = cost(engine_ms=21.0, response_us=78.0, publish_gb_per_s=2.5, sleep_s=1.1)
+    assert slower.generate == pytest.approx(3 * usual.generate, rel=0.02), "but for the prompts"
+    assert slower.publish == pytest.approx(2 * (usual.publish - 0.1) + 1.1)
+    assert slower.train == usual.train
 
 
 def test_speeds_that_cannot_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,14 @@ from torchrl_grpo.config.values import Autocast, Dtype
 from torchrl_grpo.distributed import parking
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference import noise, transformers_engine
+from torchrl_grpo.inference.protocol import Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.planning import preflight, speeds
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.config_dir import config_dir
-from torchrl_grpo.tools.gpu_check import kernels, runs, speed, step
+from torchrl_grpo.tools.gpu_check import generation, kernels, runs, speed, step
 from torchrl_grpo.tools.gpu_check.__main__ import run_stage
 from torchrl_grpo.tools.gpu_check.results import Status
 from torchrl_grpo.tools.gpu_check.runs import Context
@@ -319,3 +320,62 @@ def test_a_fault_of_a_kernel_is_named(fault: str, context: Context, monkeypatch:
         patch.setattr(torch.cuda, "memory_allocated", lambda: next(in_use))
         with pytest.raises(TrainingStopped, match=message):
             measure(context.model)
+
+
+class SlowEngine:
+    """Takes 7 ms for a token, and 26 microseconds for each response at a time, of a clock of its own."""
+
+    clock = 0.0
+
+    def generate(self, prompts: Any, sampling: Sampling) -> None:
+        assert sampling.ignore_eos and sampling.num_samples == 1
+        SlowEngine.clock += 0.5 + sampling.max_new_tokens * (7e-3 + 26e-6 * len(prompts))
+
+    def locate_weights(self, shapes: Any) -> None:
+        SlowEngine.clock += 99
+
+    def load_weights(self, weights: Any) -> None:
+        SlowEngine.clock += sum(weight.nbytes for _, weight in weights) / 5e9
+
+    def sleep(self) -> None:
+        SlowEngine.clock += 0.07
+
+    def wake(self) -> None:
+        SlowEngine.clock += 0.02
+
+    def checksums(self) -> None:
+        pass
+
+    reset_cache = close = checksums
+
+
+def test_an_engine_is_measured_for_the_planner(context: Context, monkeypatch: Patch) -> None:
+    built: dict[str, Any] = {}
+    kept: dict[str, float] = {}
+
+    def build(cfg: Config, source: str, device: torch.device, **options: Any) -> SlowEngine:
+        built.update(options, eager=cfg.inference_model.enforce_eager, dtype=cfg.inference_model.dtype)
+        return SlowEngine()
+
+    def seconds(work: Callable[[], object]) -> float:
+        start = SlowEngine.clock
+        work()
+        return SlowEngine.clock - start
+
+    monkeypatch.setattr(generation, "build_engine", build)
+    monkeypatch.setattr(generation, "seconds", seconds)
+    monkeypatch.setattr(generation, "_links", lambda device: {"host_gb_per_s": 20.0})
+    monkeypatch.setattr(generation, "keep_speeds", lambda **figures: kept.update(figures))
+    with PretendedCuda():
+        figures = generation.generation(context.model)
+    assert figures == kept and set(figures) <= set(speeds.MEASURED)
+    expected = {"engine_ms": 7.0, "response_us": 26.0, "publish_gb_per_s": 5.0, "sleep_s": 0.09}
+    assert figures == pytest.approx({**expected, "host_gb_per_s": 20.0})
+    assert (built["sleeps"], built["eager"], built["dtype"]) == (True, False, Dtype.bfloat16)
+
+
+def test_an_engine_of_a_cpu_is_measured_too(context: Context, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(generation, "keep_speeds", pytest.fail)
+    figures = generation.generation(context.model)
+    assert set(figures) == {"engine_ms", "response_us", "publish_gb_per_s"}
+    assert all(float(value) > 0 for value in figures.values())

@@ -32,12 +32,10 @@ _UPDATE_PASSES = 12.0
 _FORWARD = 1 / 3
 # Kernels of a block of logits, in layers.
 _BLOCK_LAYERS = 0.3
-# Seconds of a step of vLLM: with CUDA graphs, for each layer without them, and for each response at a time.
-_ENGINE_S, _EAGER_LAYER_S, _RESPONSE_S = 0.007, 0.0007, 26e-6
-# Bytes per second at which engines load new weights on a GPU, and through the memory of the host.
-_PUBLISHED, _PUBLISHED_THROUGH_HOST = 5e9, 1e9
-# Seconds to free the engine's memory and take it back, and bytes per second between host and GPU.
-_SLEEP_S, _HOST_LINK = 0.1, 20e9
+# Seconds of a step of vLLM for each layer, without CUDA graphs.
+_EAGER_LAYER_S = 0.0007
+# Bytes per second at which engines load new weights through the memory of the host.
+_PUBLISHED_THROUGH_HOST = 1e9
 _ON_GPU = ("in_process", "cuda_ipc", "nccl")
 
 
@@ -117,9 +115,10 @@ class _Work:
         step = self._moved((element * shape.parameters + at_once * cache) / size)
         step = max(step, self._products(2 * shape.parameters * at_once / size, self.engine_half))
         graphs = cfg.inference_model.engine.preallocates and not cfg.inference_model.enforce_eager
-        launches = _ENGINE_S if graphs else _EAGER_LAYER_S * shape.layers
+        launches = self.speeds.engine_ms / 1e3 if graphs else _EAGER_LAYER_S * shape.layers
+        launches += self.speeds.response_us / 1e6 * at_once
         prompts = self._products(2 * shape.parameters * groups * load.prompt / size, self.engine_half)
-        return prompts + load.response * responses / at_once * max(step, launches + _RESPONSE_S * at_once)
+        return prompts + load.response * responses / at_once * max(step, launches)
 
     def prepare(self) -> float:
         """Return the seconds of passes without gradients, for the reference and the proximal policy."""
@@ -199,9 +198,10 @@ class _Work:
         """Return the seconds in which engines get new weights, and memory changes hands."""
         plan = self.plan
         element = 2 if self.engine_half else memory.FLOAT
-        rate = _PUBLISHED if plan.weight_transfer in _ON_GPU else _PUBLISHED_THROUGH_HOST
-        seconds = element * self.shape.parameters / rate + (_SLEEP_S if plan.sleeps else 0.0)
+        on_gpu = plan.weight_transfer in _ON_GPU
+        rate = self.speeds.publish_gb_per_s * 1e9 if on_gpu else _PUBLISHED_THROUGH_HOST
+        seconds = element * self.shape.parameters / rate + (self.speeds.sleep_s if plan.sleeps else 0.0)
         if plan.offload_optimizer and self.planned.prediction is not None:
             moments = max(row.optimizer for row in self.planned.prediction.rows)
-            seconds += 2 * moments / _HOST_LINK
+            seconds += 2 * moments / (self.speeds.host_gb_per_s * 1e9)
         return seconds

@@ -14,7 +14,10 @@ from torchrl_grpo.runtime.files import shared_files
 from torchrl_grpo.runtime.hardware import Hardware
 
 # The fields of Speeds that make gpu-check measures.
-MEASURED = ("tflops", "tflops_float32", "tb_per_s", "layer_ms")
+MEASURED = (
+    *("tflops", "tflops_float32", "tb_per_s", "layer_ms", "link_gb_per_s", "engine_ms", "response_us"),
+    *("publish_gb_per_s", "sleep_s", "host_gb_per_s"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Speeds:
         link_gb_per_s: GB/s from one GPU of the machine to another.
         layer_ms: ms that a CPU takes to launch the kernels of a layer, forward and backward. The default is
             an estimate: 190 kernels, at 10 microseconds each.
+        engine_ms: ms of a step of vLLM with CUDA graphs; an H100's by default, as all that follow.
+        response_us: microseconds that each response at a time adds to it.
+        publish_gb_per_s: GB/s at which an engine loads and verifies new weights on a GPU.
+        sleep_s: seconds to free the engine's memory and take it back.
+        host_gb_per_s: GB/s between the memory of the host and that of the GPU.
     """
 
     source: str
@@ -37,6 +45,11 @@ class Speeds:
     tb_per_s: float
     link_gb_per_s: float
     layer_ms: float = 1.9
+    engine_ms: float = 7.0
+    response_us: float = 26.0
+    publish_gb_per_s: float = 5.0
+    sleep_s: float = 0.1
+    host_gb_per_s: float = 20.0
 
 
 # Part of nvidia-smi's name -> NVIDIA's data sheet: dense TFLOP/s in bfloat16 (of a T4 in float16) and in

@@ -135,7 +135,7 @@ def run_stage(name: str, stage: Stage, context: Context, left_s: float = math.in
 
 def _measure(name: str, model: str, answer: str) -> int:
     """Run one measurement in this process, as a stage's subprocess, and write its figures into a file."""
-    from torchrl_grpo.tools.gpu_check import kernels, shapes, speed, step
+    from torchrl_grpo.tools.gpu_check import generation, kernels, shapes, speed, step
 
     functions = {
         "environment": kernels.environment,
@@ -144,6 +144,7 @@ def _measure(name: str, model: str, answer: str) -> int:
         "step": step.step,
         "model": shapes.write,
         "speed": speed.speed,
+        "generation": generation.generation,
     }
     Path(answer).write_text(json.dumps(functions[name](Path(model))))
     return 0

@@ -55,6 +55,13 @@ def speed(context: Context) -> Figures:
     return figures
 
 
+def generation(context: Context) -> Figures:
+    """Measure an engine on the smallest of the shapes."""
+    return runs.measure(
+        context, "generation", make_model(context, _SPEED_SHAPES[0] if context.gpus else TINY)
+    )
+
+
 def recipe(name: str) -> Callable[[Context], Figures]:
     """Return a stage that trains with a recipe for 20 steps, on a random model of its shape."""
 

@@ -13,7 +13,7 @@ from torchrl_grpo.config.engines import engines_with
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.tools.gpu_check import runs
 from torchrl_grpo.tools.gpu_check.runs import BFLOAT16, FLOAT32, NATS, Context, Figures
-from torchrl_grpo.tools.gpu_check.shaped import needs_machine, recipe, speed
+from torchrl_grpo.tools.gpu_check.shaped import generation, needs_machine, recipe, speed
 
 _SERVED = (f"inference_model.backend={engines_with(lambda kind: kind.takes_gpu_weights)[0]}",)
 _FIRST_GPU = ("train_model.devices=[0]", "inference_model.devices=[0]")
@@ -268,6 +268,12 @@ STAGES: dict[str, Stage] = {
     ),
     "speed": Stage(
         speed, "optimizer steps of several sizes: seconds, FLOP/s, kernels, memory by phase", uses_model=False
+    ),
+    "generation": Stage(
+        generation,
+        "an engine: seconds of a token, of new weights, of sleep; speeds of links",
+        takes_s=90,
+        uses_model=False,
     ),
     **{
         f"recipe_{name}": Stage(
