@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -479,19 +481,61 @@ def test_the_launcher_says_what_ended_a_rank_only_if_the_rank_cannot(
     assert capfd.readouterr().err == message
 
 
+@pytest.fixture
+def signal_words(tmp_path: Path) -> list[str]:
+    """Words of four steps with a reward that differs between the responses of a group."""
+    (tmp_path / "short.py").write_text(
+        "def short(completion, example):\n    return 1 / (1 + len(completion))\n"
+    )
+    reward = [f"reward.functions={{short: {tmp_path}/short.py:short}}", "reward.weights={short: 1.0}"]
+    return [*reward, "policy.kl_coef=0.1", "train.total_dialog_turns=64", "optimizer.lr=1e-2"]
+
+
+def check_diverges(lines: Sequence[dict[str, Any]]) -> None:
+    """The policy of a run has moved away from its reference."""
+    assert max(line["kl/reference"] for line in lines if "kl/reference" in line) > 1e-6
+
+
 def test_adapters_train_on_two_ranks_as_on_one(
-    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path, signal_words: list[str]
 ) -> None:
     lines = []
     for ranks in (1, 2):
-        more = ["train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}"]
-        more.append("train.total_dialog_turns=64")
+        more = [*signal_words, "train_model.lora.rank=4", f"train_model.num_devices={ranks}"]
         argv = [grpo_script(repo_root), *words(sums, tiny_model_dir, tmp_path / str(ranks), *more)]
         done = run_script(argv, ranks=ranks, cwd=repo_root)
         assert done.returncode == 0, done.stderr
         lines.append(metrics(tmp_path / str(ranks)))
+    check_diverges(lines[0])
     for ours, theirs in zip(*lines, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_each_rank_scores_with_a_reference_of_its_own(
+    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path, signal_words: list[str]
+) -> None:
+    changes = [*signal_words, "ref_model.refresh_frequency=1", "ref_model.refresh_mix=0.5"]
+    changes.append("train.checkpoint_frequency=2")
+
+    def run(name: str, ranks: int, *more: str) -> str:
+        own = words(
+            sums, tiny_model_dir, tmp_path / name, *changes, f"train_model.num_devices={ranks}", *more
+        )
+        done = run_script([grpo_script(repo_root), *own], ranks=ranks, cwd=repo_root)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("one", 1)
+    expected = metrics(tmp_path / "one")
+    check_diverges(expected)
+    for kind in ("ddp", "fsdp2"):
+        assert "a copy in each rank" in run(kind, 2, f"train_model.parallelism={kind}")
+        if kind == "fsdp2":
+            # Each rank takes its copy from the checkpoint.
+            shutil.rmtree(tmp_path / kind / "checkpoints" / "4")
+            run(kind, 2, f"train_model.parallelism={kind}", "resume=auto")
+        for ours, theirs in zip(metrics(tmp_path / kind), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "engines"), [("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")])

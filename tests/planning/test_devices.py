@@ -157,10 +157,13 @@ def test_numbers_partition_without_conflict_and_are_what_was_asked_for() -> None
         roles = [chosen.train, chosen.inference, chosen.reference][: 2 if request.lora else 3]
         # Engines that nobody has counted share all of the trainer's GPUs, or have one of their own.
         shares = train if request.inference.num_devices is None and train >= gpus else engines
+        # Of a reference that nobody has counted, each rank has a copy where no GPU is left.
+        if not request.lora and request.reference.num_devices is None:
+            wants[2] = train if chosen.reference.placement == "colocated" else 1
         assert [len(role.devices) for role in roles] == [train, shares, *wants[2 : len(roles)]]
         used = [name for role in roles for name in role.devices]
         assert set(used) | set(chosen.idle) == {f"cuda:{gpu}" for gpu in range(gpus)}
-        if sum(wants) <= gpus:
+        if train + engines + (0 if request.lora else request.reference.count) <= gpus:
             assert len(set(used)) == len(used), "enough for everybody, and two roles share one"
             assert sorted(used, key=lambda name: int(name[5:])) == used
     assert planned > 500

@@ -47,11 +47,17 @@ class MainRank(Ranks):
     others: Sequence[Any]
     messages: Sequence[bytes]
 
-    def call_each(self, function: Callable[..., Any], target: Any, shares: Sequence[Share]) -> Any:
+    def call_each(
+        self, function: Callable[..., Any], target: Any, shares: Sequence[Share], *arguments: Any
+    ) -> Any:
         self.messages = [pickle.dumps(share) for share in shares]
         received = [pickle.loads(message) for message in self.messages]
         with ThreadPoolExecutor(self.size) as threads:
-            results = list(threads.map(function, [target, *self.others], received))
+            results = list(
+                threads.map(
+                    lambda rank, share: function(rank, share, *arguments), [target, *self.others], received
+                )
+            )
         assert [len(result) for result in results] == [self.size] + [0] * (self.size - 1)
         return results[0]
 
@@ -74,7 +80,7 @@ def test_each_rank_scores_its_own_share(size: int, monkeypatch: pytest.MonkeyPat
         SimpleNamespace(
             ranks=main if rank == 0 else Ranks(rank, boxes, together),
             network=torch.nn.Linear(1, 1),
-            budget=TokenBudget(10**6, True, print),
+            _budgets={"policy": TokenBudget(10**6, True, print)},
         )
         for rank in range(size)
     ]

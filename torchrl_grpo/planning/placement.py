@@ -63,8 +63,10 @@ def _plan_cpu(request: Request) -> Plan:
     if reference is None and own is not None:
         reference = _reference_actors(request, ("cpu",) * own, "")
     elif reference is None:
-        where = "in the trainer's process" if ranks == 1 else "in the first rank's process"
-        reference = RolePlan(train.devices[:1], "colocated", where)
+        where = "in the trainer's process"
+        if max(ranks, request.ranks) > 1:
+            where = "in the first rank's process" if request.teaches else "a copy in each rank"
+        reference = RolePlan(train.devices[: 1 if request.teaches else ranks], "colocated", where)
     train = _mark_colocated(train, inference, reference)
     transfer, _ = choose_transfer(request, own_process, on_gpu=False)
     check_gpus(transfer, request.engine, [], [])
@@ -347,11 +349,12 @@ class _Allocator:
             return _reference_actors(request, ("ray",) * number, "")
         if request.cluster and request.reference.count == 1 and not named:
             why = "ray.address: which other GPUs are free is not known here; shares the trainer's"
-            return RolePlan(_names(trainer[:1]), "colocated", why)
+            return RolePlan(_names(self._of_ranks(trainer)), "colocated", why)
         gpus = self._take(request.reference, trainer)
         why_prefix = f"as {request.reference.key}.devices says: " if named else ""
         one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
         if set(gpus) & set(trainer):
+            gpus = gpus if named else self._of_ranks(trainer)
             return RolePlan(_names(gpus), "colocated", f"{why_prefix or f'{one_gpu}: '}shares the trainer's")
         if set(gpus) & set(engine):
             return RolePlan(_names(gpus), "colocated", f"{why_prefix}shares the engine's")
@@ -361,6 +364,14 @@ class _Allocator:
             return _reference_actors(request, _names(gpus), why_prefix)
         own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
         return RolePlan(_names(gpus), "separate", why_prefix + own)
+
+    def _of_ranks(self, trainer: list[int]) -> list[int]:
+        """Return the trainer's GPUs that a reference model shares: all, unless one is asked for.
+
+        A teacher is in the first rank's process.
+        """
+        whole = self.request.reference.num_devices is None and not self.request.teaches
+        return trainer if whole else trainer[:1]
 
     def _check_exists(self, role: Role) -> None:
         devices = role.devices or ()

@@ -108,6 +108,12 @@ class Plan:
         return len(self.inference.devices) // self.engine_size
 
     @property
+    def reference_in_each_rank(self) -> bool:
+        """Whether each of several training ranks has a copy of the reference model, and scores its share."""
+        own = self.reference.own_process or self.reference.placement == "adapter off" or self.teaches
+        return self.num_ranks > 1 and not own and self.reference.devices == self.train.devices
+
+    @property
     def reference_actors(self) -> int:
         """The number of processes that hold the reference model only."""
         return len(self.reference.devices) if self.reference.own_process else 0

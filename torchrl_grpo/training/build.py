@@ -58,7 +58,7 @@ from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
 from torchrl_grpo.training.held_out_loss import HeldOutLoss
-from torchrl_grpo.training.learner import DistributedLogProbs, Learner, LearnerSpec
+from torchrl_grpo.training.learner import DistributedLogProbs, DistributedReference, Learner, LearnerSpec
 from torchrl_grpo.training.prepare import prepare
 from torchrl_grpo.training.probe import probe_inputs
 from torchrl_grpo.training.rounding_check import rounding_check_dtype, uneven_rounding_warning
@@ -199,7 +199,12 @@ def _build(
     # A reference model in processes of its own scores a group before the group reaches the trainer. The
     # trainer's is loaded before the engine takes its share of the GPU, because in float32 it is larger.
     in_trainer = not plan.reference.own_process
-    reference = build_reference(cfg, frozen, plan.reference_devices, learner) if in_trainer else None
+    reference: LogProbWriter | None = None
+    if plan.reference_in_each_rank:
+        ranks.call_all(Learner.load_reference, learner, frozen)
+        reference = DistributedReference(learner)
+    elif in_trainer:
+        reference = build_reference(cfg, frozen, plan.reference_devices, learner)
     progress.phase("starting the engine")
     collector = make_collector(cfg, engine_source, env, tokenizer)
     exit_stack.callback(collector.shutdown)
@@ -230,7 +235,7 @@ def _build(
         learner=learner,
         workers=collector.worker_group,
         collector=collector,
-        reference=reference if isinstance(reference, LogProbScorer) else None,
+        reference=reference if isinstance(reference, LogProbScorer | DistributedReference) else None,
         buffer=buffer,
         publisher=publisher,
         rounding_check_dtype=rounding_check_dtype(cfg, engine_device, precision),
@@ -333,7 +338,7 @@ def build_reference(
     if cfg.train_model.lora.rank > 0 and cfg.policy.distill_coef == 0:
         policy = learner.model
         if learner.ranks.size > 1:
-            return DistributedLogProbs(learner, "reference", without_adapters=True)
+            return DistributedLogProbs(learner, "reference", of="base")
         scorer = TokenScorer(
             policy,
             temperature,

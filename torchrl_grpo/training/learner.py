@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -36,6 +36,8 @@ from torchrl_grpo.models.prepare import (
     prepare_for_training,
     shares_prefix,
 )
+from torchrl_grpo.models.reference import load_reference
+from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.varlen_choice import choose_attention
@@ -47,6 +49,8 @@ from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
+# Models whose log-probabilities ranks compute.
+Scored = Literal["policy", "base", "reference"]
 _NO_ROOM = (
     "memory ran out while the model was made ready for training: divide it among more devices with "
     "train_model.num_devices and train_model.parallelism=fsdp2, or start a new run with "
@@ -169,6 +173,8 @@ class Learner:
             torch.cuda.empty_cache()
         loss.set_network(self.network)
         self.budget = self.make_budget()
+        self.reference: TokenScorer | None = None
+        self._budgets: dict[Scored, TokenBudget] = {"policy": self.budget, "base": self.budget}
         self.optimizer_step = OptimizerStep(
             self.model,
             loss,
@@ -218,7 +224,7 @@ class Learner:
             return []
         if self.ranks.size == 1:
             return [LogProbScorer(self.scorer, "proximal", self.budget)]
-        return [DistributedLogProbs(self, "proximal")]
+        return [DistributedLogProbs(self, "proximal", of="policy")]
 
     def step(self, batch: TensorDictBase) -> dict[str, float]:
         """On rank 0: take one optimizer step with all ranks, see :class:`OptimizerStep`."""
@@ -230,17 +236,46 @@ class Learner:
         """Take this rank's part in an optimizer step, see :meth:`OptimizerStep.update`."""
         return self.optimizer_step.update(share, totals, responses)
 
-    def log_probs(self, groups: TensorDictBase, without_adapters: bool = False) -> list[Tensor]:
-        """On rank 0: return the log-probabilities ``[G, T]`` of the responses of each group under the model.
+    def load_reference(self, source: str) -> None:
+        """Load this rank's copy of the reference model.
+
+        Args:
+            source: folder or hub name of the model.
+
+        Raises:
+            ModelError: it cannot be loaded.
+            TrainingStopped: memory ran out.
+        """
+        self.reference = load_reference(
+            self.cfg, source, self.device, self.autocast_dtype, self.shares_prefix
+        )
+        self._agree_on_kernels(self.reference)
+        self._budgets["reference"] = self.make_budget()
+
+    def _agree_on_kernels(self, scorer: TokenScorer) -> None:
+        """Use a kernel on all ranks or on none."""
+        scorer.varlen &= self.ranks.all_equal(scorer.varlen)
+        scorer.fused_head &= self.ranks.all_equal(scorer.fused_head)
+
+    @torch.no_grad()
+    def move_reference(self, share: float) -> None:
+        """Move this rank's copy of the reference as :meth:`LogProbScorer.interpolate_toward` does."""
+        assert self.reference is not None
+        own = dict(self.reference.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            own[name].lerp_(full_tensor(parameter).to(own[name]), share)
+
+    def log_probs(self, groups: TensorDictBase, of: Scored = "policy") -> list[Tensor]:
+        """On rank 0: return the log-probabilities ``[G, T]`` of the responses of each group.
 
         Each rank computes those of a share of the groups.
 
         Args:
             groups: the groups.
-            without_adapters: whether the model computes as its base model.
+            of: under which model: the policy, its base model (without the adapters), or the reference.
         """
-        shares = self.budget.divide(groups, self.ranks.size)
-        scored = self.ranks.call_each(Learner.score, self, shares, without_adapters)
+        shares = self._budgets[of].divide(groups, self.ranks.size)
+        scored = self.ranks.call_each(Learner.score, self, shares, of)
         by_row = {
             row: values
             for share, own in zip(shares, scored, strict=True)
@@ -249,16 +284,20 @@ class Learner:
         return [by_row[row] for row in range(len(groups))]
 
     @torch.no_grad()
-    def score(self, share: Share, without_adapters: bool = False) -> list[list[Tensor]]:
+    def score(self, share: Share, of: Scored = "policy") -> list[list[Tensor]]:
         """On rank 0: return the log-probabilities of the groups of each rank's share; else an empty list."""
+        network, budget = self.network, self._budgets[of]
+        if of == "reference":
+            assert self.reference is not None
+            network = self.reference
         groups = share.groups
         own = [torch.zeros(group["masks", "response"].shape) for group in groups.unbind(0)][: len(share.rows)]
-        pieces = self.budget.split(groups, [MicroBatch(tuple(range(len(own))), slice(None))])
-        adapters = disable_adapters(self.model) if without_adapters else nullcontext()
-        with reshard_after(self.network), self.budget.explain_oom(), adapters:
+        pieces = budget.split(groups, [MicroBatch(tuple(range(len(own))), slice(None))])
+        adapters = disable_adapters(self.model) if of == "base" else nullcontext()
+        with reshard_after(network), budget.explain_oom(), adapters:
             passes = self.ranks.all_reduce_max(len(pieces))
             scores = [
-                score_piece(self.network, micro.select(groups))
+                score_piece(network, micro.select(groups))
                 for micro in [*pieces, *[DUMMY_MICRO_BATCH] * (passes - len(pieces))]
             ]
         for micro, scored in zip(pieces, scores, strict=False):
@@ -293,6 +332,8 @@ class Learner:
         """
         state = checkpoint.load_state(folder)
         self.optimizer_step.load_state_dict(state.pop("optimise"))
+        if self.reference is not None and state["reference"]:
+            self.reference.model.load_state_dict(state["reference"], strict=False)
         return state
 
     def park_optimizer(self) -> None:
@@ -343,20 +384,45 @@ class GatheredModel:
 
 
 class DistributedLogProbs(LogProbWriter):
-    """Log-probabilities under the trained model, or under its base model, computed by several ranks together.
+    """Log-probabilities that several ranks compute together.
 
     Args:
         learner: rank 0's learner.
         name: see :class:`LogProbWriter`.
-        without_adapters: see :meth:`Learner.log_probs`.
+        of: see :meth:`Learner.log_probs`.
     """
 
-    def __init__(self, learner: Learner, name: str, without_adapters: bool = False) -> None:
+    def __init__(self, learner: Learner, name: str, of: Scored) -> None:
         super().__init__(name)
         # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["learner"] = learner
-        self._without_adapters = without_adapters
+        self._of = of
 
     def compute(self, groups: TensorDictBase) -> list[Tensor]:
         learner: Learner = self.__dict__["learner"]
-        return learner.log_probs(groups, self._without_adapters)
+        return learner.log_probs(groups, self._of)
+
+
+class DistributedReference(DistributedLogProbs):
+    """Log-probabilities under a reference model of which each rank has a copy.
+
+    Args:
+        learner: rank 0's learner, whose ranks have loaded their copies.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner, "reference", "reference")
+
+    @property
+    def scorer(self) -> TokenScorer:
+        """Rank 0's copy, which all others equal."""
+        reference: TokenScorer = self.__dict__["learner"].reference
+        return reference
+
+    def interpolate_toward(self, model: Named, share: float) -> None:
+        """See :meth:`LogProbScorer.interpolate_toward`. Each rank reads its own policy."""
+        learner: Learner = self.__dict__["learner"]
+        learner.ranks.call_all(Learner.move_reference, learner, share)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Do nothing: each rank has taken them in :meth:`Learner.resume`."""
