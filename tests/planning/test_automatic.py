@@ -123,7 +123,7 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
             "train_model.num_devices=4 inference_model.num_devices=4 train_model.parallelism=fsdp2",
         ),
         # An engine takes little longer with three groups than with two.
-        ("1.5B", "policy.kl_coef=0.1", True, 8, "train_model.num_devices=3 inference_model.num_devices=4"),
+        ("1.5B", "policy.kl_coef=0.1", True, 8, "train_model.num_devices=4 inference_model.num_devices=4"),
         ("0.5B", "policy.kl_coef=0.1 ref_model.num_devices=2", True, 8, None),
         # One number is open.
         ("0.5B", "train_model.num_devices=2", True, 8, "inference_model.num_devices=6"),

@@ -102,6 +102,9 @@ CASES += [("1.5B", "1x80", True, "servers"), ("1.5B", "8x80", False, "servers")]
 # Where all weights are too many.
 ADAPTERS = [("1.5B", "1x24"), ("7B", "1x80"), ("7B", "8x80"), ("32B", "8x80")]
 CASES += [(*case, asynchronous, "adapters") for case in ADAPTERS for asynchronous in (False, True)]
+CASES += [
+    (size, "8x80", asynchronous, "reference") for size in ("1.5B", "7B") for asynchronous in (False, True)
+]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,7 @@ def test_no_plan_that_fits_is_much_faster(
         **TEXTS,
         "servers": "inference_model.backend=vllm_server env.num_envs=64",
         "adapters": "env.num_envs=64 train_model.lora.rank=16 train_model.gradient_checkpointing=true",
+        "reference": "env.num_envs=64 policy.kl_coef=0.1",
     }
     cfg, hardware = read(words[texts]), there(machine)
     planned = chosen(cfg, size, asynchronous, hardware, monkeypatch)

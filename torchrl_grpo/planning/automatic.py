@@ -178,7 +178,7 @@ def _divisions(cfg: Config, asynchronous: bool, gpus: int) -> Iterator[Division]
     """Yield the divisions of the GPUs that agree with the numbers in the configuration."""
     asked_ranks, asked_engines = cfg.train_model.num_devices, _engines(cfg)
     elsewhere = cfg.inference_model.servers != "auto"
-    reference = _reference(cfg, gpus)
+    reference = _reference(cfg)
     for ranks in range(1, gpus - reference + 1):
         if asked_ranks not in ("auto", ranks):
             continue
@@ -190,24 +190,20 @@ def _divisions(cfg: Config, asynchronous: bool, gpus: int) -> Iterator[Division]
             if asked_engines in ("auto", engines):
                 yield Division(ranks, engines, shared=False)
     # If every GPU trains, none is left for other roles. Then engines share the trainer's GPUs if their number
-    # is not given, and so does the reference model if its number is not given.
+    # is not given.
     takes_turns = not asynchronous and not elsewhere and asked_engines == "auto"
-    if (
-        takes_turns
-        and asked_ranks in ("auto", gpus)
-        and (reference == 0 or frozen_model(cfg).num_devices == "auto")
-    ):
+    if takes_turns and asked_ranks in ("auto", gpus) and reference == 0:
         yield Division(gpus, gpus, shared=True)
 
 
-def _reference(cfg: Config, gpus: int) -> int:
-    """Return the number of GPUs that only the frozen model uses, if engines and trainer are apart."""
+def _reference(cfg: Config) -> int:
+    """Return the number of GPUs that only the frozen model may use.
+
+    It is 0 where the number is not given. Then it has a GPU if one is left, and else shares the trainer's.
+    """
     adapter_off = cfg.train_model.lora.rank > 0 and cfg.policy.distill_coef == 0
-    if not needs_frozen_model(cfg.policy) or adapter_off:
-        return 0
-    reference_devices = frozen_model(cfg).num_devices
-    # With two GPUs it shares the trainer's.
-    return reference_devices if isinstance(reference_devices, int) else int(gpus > 2)
+    count = frozen_model(cfg).num_devices
+    return count if needs_frozen_model(cfg.policy) and not adapter_off and isinstance(count, int) else 0
 
 
 def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -> Changes:
