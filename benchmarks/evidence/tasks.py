@@ -137,9 +137,10 @@ REVERSAL = _task(
         "inference_model.max_model_len=128",
         "optimizer.lr=2e-5",
     ),
-    "The claim holds, with two more seeds because three left the reward for form undecided, so "
-    "intervals are too narrow. That reward comes to 0.217 to 0.797; where it fails, words mostly stay in "
-    "their order. The recipe is that of the needle.",
+    "The claim holds. Three of the first five seeds left the reward for form undecided, and two were added; "
+    "five fresh ones decide it alone. That reward comes to 0.010 to 0.797; where it fails, words mostly stay in "
+    "their order. SFT on 96 written solutions ends above GRPO. Learning rate and length are those of the "
+    "needle.",
     seeds=5,
     fresh=range(5, 10),
 )
