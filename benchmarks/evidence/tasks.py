@@ -138,8 +138,8 @@ REVERSAL = _task(
         "optimizer.lr=2e-5",
     ),
     "The claim holds. Three of the first five seeds left the reward for form undecided, and two were added; "
-    "five fresh ones decide it alone. That reward comes to 0.010 to 0.797; where it fails, words mostly stay in "
-    "their order. SFT on 96 written solutions ends above GRPO. Learning rate and length are those of the "
+    "five fresh ones decide it alone. That reward comes to 0.010 to 0.797; where it fails, words mostly stay "
+    "in their order. SFT on 96 written solutions ends above GRPO. Learning rate and length are those of the "
     "needle.",
     seeds=5,
     fresh=range(5, 10),

@@ -169,6 +169,35 @@ def test_numbers_partition_without_conflict_and_are_what_was_asked_for() -> None
     assert planned > 500
 
 
+@pytest.mark.parametrize(
+    ("changes", "gpus", "copies"),
+    [
+        ({}, 2, 2),
+        ({"reference": Role("teacher_model")}, 2, 1),
+        ({"reference": Role("ref_model", 1)}, 0, 1),
+        ({}, 0, 2),
+        # Named in another order.
+        (
+            {"train": Role("train_model", devices=(0, 1)), "reference": Role("ref_model", devices=(1, 0))},
+            2,
+            2,
+        ),
+    ],
+)
+def test_ranks_have_copies_of_a_reference(changes: dict[str, Any], gpus: int, copies: int) -> None:
+    usual: dict[str, Any] = {"train": Role("train_model", 2), "uses_reference": True}
+    usual["backend"] = "transformers"
+    chosen = plan(Request(**usual | changes), gpus)
+    assert len(chosen.reference.devices) == copies
+    assert chosen.reference_in_each_rank == (copies == 2)
+
+
+def test_ranks_of_several_machines_have_copies_too() -> None:
+    one_each = Request(ranks=2, uses_reference=True, backend="transformers")
+    assert plan(one_each, 1).reference_in_each_rank
+    assert not plan(replace(one_each, reference=Role("ref_model", 1)), 1).reference_in_each_rank
+
+
 def test_numbers_mean_the_same_to_both_scripts() -> None:
     for request, gpus in everything():
         if request.asynchronous:

@@ -581,6 +581,20 @@ def test_an_engine_that_starts_beside_the_trainer_needs_two_copies_of_the_larges
     assert not [entry for entry in predicted(config(), ()).rows if entry.phase == "start"]
 
 
+def test_a_reference_is_loaded_in_float32_beside_what_the_trainer_holds() -> None:
+    usual = {"policy__kl_coef": 0.1, "train_model__autocast": "bf16", "ref_model__dtype": Dtype.auto}
+    alone = predicted(config(**usual), (80.0,))
+    whole = 4.0 * SEVEN_B.parameters
+    assert alone.need("cuda:0", "load") == pytest.approx(2 * whole + row(alone, "program", "all").total)
+    assert row(alone, "reference", "generate").weights < 0.7 * whole
+    # Ranks with shards have held the whole model before.
+    sharded = config(**usual, train_model__num_devices=4, train_model__parallelism="fsdp2")
+    shards = predicted(sharded, (80.0,) * 4)
+    assert shards.need("cuda:0", "load") == pytest.approx(
+        1.25 * whole + row(shards, "program", "all").total
+    ), "a quarter of the trainer's, and the whole reference"
+
+
 def test_a_frozen_base_is_held_as_configured() -> None:
     cfg = config()
     cfg.train_model.lora.rank = 16

@@ -151,8 +151,8 @@ class RefModelConfig:
         "auto",
         "Devices of the reference model, a number or auto. It is loaded only if a KL divergence needs it. "
         "Each device has a copy that scores part of the groups; with grpo-async.py each copy is a process "
-        "of its own. Without a GPU there is one copy, or with grpo-async.py as many processes as the number "
-        "says.",
+        "of its own. With auto, each training rank has a copy if no GPU is left for it, or there is none; 1 "
+        "gives one to rank 0. Without a GPU, another number is that of processes of grpo-async.py.",
     )
     devices: list[int] | None = key(None, "Numbers of the GPUs, e.g. [2]; null lets the planner choose.")
     dtype: Dtype = key(

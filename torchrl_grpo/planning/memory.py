@@ -71,7 +71,7 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, hardware: Hardware) -> P
     load = workload_of(cfg, plan.num_ranks, engines)
     rows = [*_train(cfg, plan, shape, load, hardware), *_inference(cfg, plan, shape, load, hardware)]
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
-        rows += _reference(cfg, plan, shape, load, hardware)
+        rows += _reference(cfg, plan, shape, load, hardware, rows)
     if plan.num_gpus > 0 and cfg.inference_model.engine.preallocates and not plan.inference.own_process:
         rows += _start(rows, plan, shape, engine_element(cfg, plan, hardware))
     rows.append(_program(cfg, plan))
@@ -391,17 +391,24 @@ def _generation(cfg: Config, shape: ModelShape, load: Workload, element: int) ->
     return shape.layers * layer, max(grown, head) + sampling
 
 
-def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware: Hardware) -> list[Row]:
+def _reference(
+    cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware: Hardware, others: Sequence[Row]
+) -> list[Row]:
     role, name = plan.reference, "teacher" if plan.teaches else "reference"
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     shape = frozen_shape(cfg, shape)
     weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, hardware))
     work = FLOAT * (load.tokens * _forward_width(shape) + HEAD_BLOCK[device] * _HEAD_BLOCKS)
     rows = []
-    if frozen_model(cfg).dtype == "auto" and not set(role.devices) & set(plan.train.devices):
-        # It is loaded in float32, and its matrices are cast when all of them are there. On a GPU of the
-        # trainer, the moments and the engine come later.
-        rows.append(Row(name, "load", role.devices, float(FLOAT * shape.parameters)))
+    if frozen_model(cfg).dtype == "auto" and device == "cuda":
+        # It is loaded in float32, and its matrices are cast when all of them are there.
+        whole = float(FLOAT * shape.parameters)
+        if set(role.devices) & set(plan.train.devices):
+            # The trainer has loaded then. It may have needed more while it did.
+            own = [row for row in others if row.role == "train"]
+            held = next(row.weights for row in own if row.phase == "generate")
+            whole = max(0.0, held + whole - sum(row.total for row in own if row.phase == "load"))
+        rows.append(Row(name, "load", role.devices, whole))
     if role.own_process:
         return [*rows, Row(name, "all", role.devices, weights, activations=work)]
     generate, optimize = (Row(name, phase, role.devices, weights) for phase in ("generate", "optimize"))

@@ -21,8 +21,8 @@ def plan(request: Request, num_gpus: int) -> Plan:
     """Place the three roles.
 
     GPUs are allocated to the roles train, inference and reference in this order, so that no two roles share a
-    GPU. If no GPU is left, engines without a configured number share all GPUs of the trainer. Any other role
-    with a single device shares the trainer's first GPU.
+    GPU. If no GPU is left, engines and a reference without a configured number share all GPUs of the trainer.
+    Any other role with a single device shares the trainer's first GPU.
 
     Args:
         request: devices requested for each role.
@@ -65,8 +65,8 @@ def _plan_cpu(request: Request) -> Plan:
     elif reference is None:
         where = "in the trainer's process"
         if max(ranks, request.ranks) > 1:
-            where = "in the first rank's process" if request.teaches else "a copy in each rank"
-        reference = RolePlan(train.devices[: 1 if request.teaches else ranks], "colocated", where)
+            where = "a copy in each rank" if _may_copy(request) else "in the first rank's process"
+        reference = RolePlan(train.devices[: ranks if _may_copy(request) else 1], "colocated", where)
     train = _mark_colocated(train, inference, reference)
     transfer, _ = choose_transfer(request, own_process, on_gpu=False)
     check_gpus(transfer, request.engine, [], [])
@@ -84,6 +84,7 @@ def _plan_cpu(request: Request) -> Plan:
         _notes(request),
         ranks=request.ranks,
         teaches=request.teaches,
+        reference_in_each_rank=_in_ranks(request, train, reference),
     )
 
 
@@ -151,6 +152,17 @@ def _weights_by(request: Request, on_gpu: bool) -> str:
     """Return how engines in processes of their own get weights, in words."""
     way, why_not = choose_transfer(request, own_process=True, on_gpu=on_gpu)
     return f"; weights by {way.replace('_', ' ')}{f' ({why_not})' if why_not else ''}"
+
+
+def _may_copy(request: Request) -> bool:
+    """Return whether each training rank may have a copy of the reference."""
+    return request.reference.num_devices != 1 and not request.teaches
+
+
+def _in_ranks(request: Request, train: RolePlan, reference: RolePlan) -> bool:
+    """Return whether each of several training ranks has one."""
+    together = reference.placement == "colocated" and set(reference.devices) == set(train.devices)
+    return max(request.ranks, len(train.devices)) > 1 and together and _may_copy(request)
 
 
 def _reference_actors(request: Request, devices: tuple[str, ...], why_prefix: str) -> RolePlan:
@@ -263,6 +275,7 @@ class _Allocator:
             _notes(request),
             ranks=request.ranks,
             teaches=request.teaches,
+            reference_in_each_rank=_in_ranks(request, train, reference),
             reward_gpus=request.reward_gpus,
         )
 
@@ -370,8 +383,7 @@ class _Allocator:
 
         A teacher is in the first rank's process.
         """
-        whole = self.request.reference.num_devices is None and not self.request.teaches
-        return trainer if whole else trainer[:1]
+        return trainer if _may_copy(self.request) else trainer[:1]
 
     def _check_exists(self, role: Role) -> None:
         devices = role.devices or ()

@@ -53,6 +53,7 @@ class Plan:
         offload_optimizer: whether the optimizer's moments wait in host memory while the engine generates.
         ranks: number of training ranks on all machines, if a launcher has started them.
         teaches: whether that model is a teacher.
+        reference_in_each_rank: whether each of several training ranks has a copy of it, and scores its share.
         reward_gpus: names of rewards with a GPU of their own, and its number.
         max_num_seqs: largest number of responses that vLLM decodes at a time on a GPU; None on a CPU.
     """
@@ -70,6 +71,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     token_budget: int | None = None
     teaches: bool = False
+    reference_in_each_rank: bool = False
     max_num_seqs: int | None = None
     offload_optimizer: bool = False
     ranks: int = 1
@@ -106,12 +108,6 @@ class Plan:
     def num_engines(self) -> int:
         """The number of engines, whether or not they run in processes of their own."""
         return len(self.inference.devices) // self.engine_size
-
-    @property
-    def reference_in_each_rank(self) -> bool:
-        """Whether each of several training ranks has a copy of the reference model, and scores its share."""
-        own = self.reference.own_process or self.reference.placement == "adapter off" or self.teaches
-        return self.num_ranks > 1 and not own and self.reference.devices == self.train.devices
 
     @property
     def reference_actors(self) -> int:

@@ -8,7 +8,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torchrl_grpo.config import Config
@@ -88,13 +88,16 @@ def _shares(usual: Planned, request: Request) -> list[float]:
 
 
 def is_roomy(planned: Planned) -> bool:
-    """Return whether a plan fits, with a fifth to spare if vLLM is awake beside the trainer."""
+    """Return whether a plan fits, with a fifth to spare if vLLM or a reference is beside the trainer."""
     plan = planned.plan
     if planned.prediction is None:
         # Two models on a GPU may be too much, and nothing says so before they are loaded.
         return not plan.colocated
     has_known_needs = plan.inference.own_process or planned.cfg.inference_model.engine.has_known_needs
-    return fits(planned, SPARE if plan.colocated and has_known_needs and not plan.sleeps else 1.0)
+    if plan.colocated and has_known_needs and not plan.sleeps:
+        return fits(planned, SPARE)
+    # Several ranks cannot go on with smaller micro-batches when memory runs out.
+    return fits(planned) and (not plan.reference_in_each_rank or fits(planned, SPARE, plan.train.devices))
 
 
 def place_roles(cfg: Config, request: Request, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:
@@ -166,11 +169,12 @@ def small_cache(planned: Planned) -> tuple[str, object, str] | None:
     return "inference_model.kv_cache_gib", options.kv_cache_gib, wrong
 
 
-def fits(planned: Planned, margin: float = 1.0) -> bool:
-    """Return whether every device has the predicted memory, times a margin."""
+def fits(planned: Planned, margin: float = 1.0, devices: Collection[str] | None = None) -> bool:
+    """Return whether every device, or each of ``devices``, has the predicted memory, times a margin."""
     assert planned.prediction is not None
     prediction = planned.prediction
     return not (small_share(planned) or small_cache(planned)) and all(
         available_gib is None or margin * prediction.peak(device)[0] <= available_gib * GIB
         for device, available_gib in memory_by_device(planned.plan, planned.hardware).items()
+        if devices is None or device in devices
     )

@@ -97,7 +97,9 @@ def of(hardware: Hardware) -> Speeds:
     measured = _read().get(name)
     if measured is None:
         return table
-    return replace(table, source=f"{name}, as measured by make gpu-check", **measured)
+    if "tflops" in measured:
+        source = f"{name}, as measured by make gpu-check"
+    return replace(table, **{"source": source, **measured})  # type: ignore[arg-type]
 
 
 def write(name: str, figures: Mapping[str, float]) -> None:

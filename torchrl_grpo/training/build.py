@@ -198,12 +198,13 @@ def _build(
     )
     # A reference model in processes of its own scores a group before the group reaches the trainer. The
     # trainer's is loaded before the engine takes its share of the GPU, because in float32 it is larger.
-    in_trainer = not plan.reference.own_process
     reference: LogProbWriter | None = None
-    if plan.reference_in_each_rank:
+    # An evaluation reads no divergence.
+    needs_reference = not (plan.reference.own_process or job.is_evaluation)
+    if needs_reference and plan.reference_in_each_rank:
         ranks.call_all(Learner.load_reference, learner, frozen)
         reference = DistributedReference(learner)
-    elif in_trainer:
+    elif needs_reference:
         reference = build_reference(cfg, frozen, plan.reference_devices, learner)
     progress.phase("starting the engine")
     collector = make_collector(cfg, engine_source, env, tokenizer)

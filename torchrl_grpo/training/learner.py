@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -113,11 +113,8 @@ class Learner:
         if device.type == "cpu":
             keep_freed_memory()
         self.model: PreTrainedModel = build_model(cfg, spec.weights, device, spec.resume_from)
-        if not ranks.all_equal(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
-            raise ModelError(
-                f"model.name={cfg.model.name}: the training ranks have read different weights; name a "
-                "folder that all of them see"
-            )
+        if not ranks.all_equal(_checksum(self.model)):
+            raise _others_read(cfg)
         pictures = load_processor(spec.weights, cfg.model)
         prepare_for_training(self.model, cfg.train_model)
         fuse_norms(self.model)
@@ -249,6 +246,8 @@ class Learner:
         self.reference = load_reference(
             self.cfg, source, self.device, self.autocast_dtype, self.shares_prefix
         )
+        if not self.ranks.all_equal(_checksum(self.reference.model)):
+            raise _others_read(self.cfg)
         self._agree_on_kernels(self.reference)
         self._budgets["reference"] = self.make_budget()
 
@@ -356,6 +355,17 @@ class Learner:
         This is the scorer, or a :class:`GatheredModel` if the model is sharded.
         """
         return GatheredModel(self) if sharded(self.network) else self.scorer
+
+
+def _checksum(model: nn.Module) -> int:
+    return sum(checksum(parameter.detach()) for parameter in model.parameters())
+
+
+def _others_read(cfg: Config) -> ModelError:
+    return ModelError(
+        f"model.name={cfg.model.name}: the training ranks have read different weights; name a folder that "
+        "all of them see"
+    )
 
 
 class GatheredModel:
