@@ -206,7 +206,7 @@ def test_further_values_of_an_evaluation_have_a_table_of_rises() -> None:
     mean, half = sweep_statistics.interval(np.array([prompts for prompts, _ in after]))
     assert rise == f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
     # Over instructions, of which those of a prompt say less than as many prompts.
-    each = np.array([[one, three, three, three] for _, (one, three) in after])
+    each = np.array([[first, second, second, second] for _, (first, second) in after])
     by_prompt = sweep_statistics.of_problems(each, [0, 1, 1, 1])
     mean, half = sweep_statistics.interval(by_prompt)
     assert mean == pytest.approx((3 * 1 + 1 + 2 + 1) / 12)

@@ -35,11 +35,11 @@ class FakeLLM:
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         if not self.memory.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        wanted = set(ALL if tags is None else tags)
-        if wanted & self.memory.mapped:
+        parts = set(ALL if tags is None else tags)
+        if parts & self.memory.mapped:
             # vLLM before 0.28.
             raise RuntimeError("CUDA Error: invalid argument")
-        self.memory.mapped |= wanted
+        self.memory.mapped |= parts
 
     def __del__(self) -> None:
         if self.memory.mapped != ALL:

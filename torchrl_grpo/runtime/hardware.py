@@ -223,10 +223,10 @@ def _gpus() -> tuple[Gpu, ...]:
     # Installations for the CPU do not use GPUs. vLLM for CPUs may be installed together with torch from PyPI.
     torch_is_for_cpus = importlib.metadata.version("torch").endswith("+cpu")
     if torch_is_for_cpus or _vllm_is_for_cpus():
-        if given := os.environ.get("SLURM_JOB_GPUS"):
+        if job_gpus := os.environ.get("SLURM_JOB_GPUS"):
             # The job would hold them to its end.
             raise ConfigError(
-                f"SLURM_JOB_GPUS={given}: Slurm gave GPUs to this job, and the installed "
+                f"SLURM_JOB_GPUS={job_gpus}: Slurm gave GPUs to this job, and the installed "
                 f"{'torch' if torch_is_for_cpus else 'vLLM'} runs on a CPU only; install the project with "
                 "make setup on a node with GPUs, or write CUDA_VISIBLE_DEVICES= before the command"
             )

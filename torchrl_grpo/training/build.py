@@ -58,9 +58,14 @@ from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
 from torchrl_grpo.training.held_out_loss import HeldOutLoss
-from torchrl_grpo.training.learner import DistributedLogProbs, DistributedReference, Learner, LearnerSpec
+from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.prepare import prepare
 from torchrl_grpo.training.probe import probe_inputs
+from torchrl_grpo.training.rank_log_probs import (
+    DistributedLogProbs,
+    DistributedReference,
+    proximal_transforms,
+)
 from torchrl_grpo.training.rounding_check import rounding_check_dtype, uneven_rounding_warning
 from torchrl_grpo.training.run_checkpoints import try_out_checkpoint
 from torchrl_grpo.training.schedule import RunSchedule
@@ -209,7 +214,7 @@ def _build(
     progress.phase("starting the engine")
     collector = make_collector(cfg, engine_source, env, tokenizer)
     exit_stack.callback(collector.shutdown)
-    transforms = [*([reference] if reference else []), *learner.proximal_transforms(), learner.advantage]
+    transforms = [*([reference] if reference else []), *proximal_transforms(learner), learner.advantage]
     buffer = GroupBuffer(
         cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.envs.transforms import Transform
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -37,14 +36,13 @@ from torchrl_grpo.models.prepare import (
     shares_prefix,
 )
 from torchrl_grpo.models.reference import load_reference
-from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.varlen_choice import choose_attention
 from torchrl_grpo.objectives.aggregation import BatchTotals
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.planning.resolve import parallelism
-from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter, score_piece, write_rows
+from torchrl_grpo.rollout.log_prob_transform import score_piece, write_rows
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -211,17 +209,6 @@ class Learner:
         """
         shares = self.shares_prefix if shares_prefix is None else shares_prefix
         return TokenBudget(token_budget(self.cfg), shares, self._notify)
-
-    def proximal_transforms(self) -> list[Transform]:
-        """Return the buffer transforms that write the proximal log-probabilities.
-
-        The list is empty unless ``policy.proximal=trainer`` and a round has several optimizer steps.
-        """
-        if self.cfg.policy.proximal != "trainer" or self.steps_per_round == 1:
-            return []
-        if self.ranks.size == 1:
-            return [LogProbScorer(self.scorer, "proximal", self.budget)]
-        return [DistributedLogProbs(self, "proximal", of="policy")]
 
     def step(self, batch: TensorDictBase) -> dict[str, float]:
         """On rank 0: take one optimizer step with all ranks, see :class:`OptimizerStep`."""
@@ -391,48 +378,3 @@ class GatheredModel:
     ) -> Tensor:
         call_all = self._learner.ranks.call_all
         return call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask, files)
-
-
-class DistributedLogProbs(LogProbWriter):
-    """Log-probabilities that several ranks compute together.
-
-    Args:
-        learner: rank 0's learner.
-        name: see :class:`LogProbWriter`.
-        of: see :meth:`Learner.log_probs`.
-    """
-
-    def __init__(self, learner: Learner, name: str, of: Scored) -> None:
-        super().__init__(name)
-        # Not a submodule: the buffer must not list the model among its parameters.
-        self.__dict__["learner"] = learner
-        self._of = of
-
-    def compute(self, groups: TensorDictBase) -> list[Tensor]:
-        learner: Learner = self.__dict__["learner"]
-        return learner.log_probs(groups, self._of)
-
-
-class DistributedReference(DistributedLogProbs):
-    """Log-probabilities under a reference model of which each rank has a copy.
-
-    Args:
-        learner: rank 0's learner, whose ranks have loaded their copies.
-    """
-
-    def __init__(self, learner: Learner) -> None:
-        super().__init__(learner, "reference", "reference")
-
-    @property
-    def scorer(self) -> TokenScorer:
-        """Rank 0's copy, which all others equal."""
-        reference: TokenScorer = self.__dict__["learner"].reference
-        return reference
-
-    def interpolate_toward(self, model: Named, share: float) -> None:
-        """See :meth:`LogProbScorer.interpolate_toward`. Each rank reads its own policy."""
-        learner: Learner = self.__dict__["learner"]
-        learner.ranks.call_all(Learner.move_reference, learner, share)
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Do nothing: each rank has taken them in :meth:`Learner.resume`."""

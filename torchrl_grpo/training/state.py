@@ -23,7 +23,8 @@ from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.held_out_loss import HeldOutLoss
-from torchrl_grpo.training.learner import DistributedReference, Learner
+from torchrl_grpo.training.learner import Learner
+from torchrl_grpo.training.rank_log_probs import DistributedReference
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 

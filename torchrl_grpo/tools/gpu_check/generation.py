@@ -43,7 +43,7 @@ def generation(model: Path) -> Figures:
     """
     device = device_of_check()
     on_gpu = device.type == "cuda"
-    few, many = _RESPONSES[device.type]
+    small, large = _RESPONSES[device.type]
     cfg = Config()
     cfg.model.name = str(model)
     options = cfg.inference_model
@@ -62,13 +62,15 @@ def generation(model: Path) -> Figures:
         device,
         eos_token_ids=[0],
         pad_token_id=0,
-        max_num_seqs=many,
+        max_num_seqs=large,
         sleeps=on_gpu,
         gpu_memory_utilization=_SHARE,
     )
     with closing(engine):
-        token_s = {count: _seconds_of_a_token(engine, count, _LENGTHS[device.type]) for count in (few, many)}
-        response_s = max(0.0, (token_s[many] - token_s[few]) / (many - few))
+        token_s = {
+            count: _seconds_of_a_token(engine, count, _LENGTHS[device.type]) for count in (small, large)
+        }
+        response_s = max(0.0, (token_s[large] - token_s[small]) / (large - small))
         engine.locate_weights({name: tuple(weight.shape) for name, weight in weights.items()})
 
         def publish() -> None:
@@ -80,7 +82,7 @@ def generation(model: Path) -> Figures:
         publish()
         size = sum(weight.nbytes for weight in weights.values())
         figures = {
-            "engine_ms": max(_LEAST, 1e3 * (token_s[few] - few * response_s)),
+            "engine_ms": max(_LEAST, 1e3 * (token_s[small] - small * response_s)),
             "response_us": max(_LEAST, 1e6 * response_s),
             "publish_gb_per_s": size / seconds(publish) / 1e9,
         }
