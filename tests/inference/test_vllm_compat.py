@@ -184,8 +184,7 @@ def test_memory_that_vllm_lacks_is_named_by_its_key(
 def test_sampling_without_flashinfer(
     is_there: bool, theirs: str | None, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.find_spec("json") if is_there else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(vllm_compat, "installed_version", lambda package: "0.6" if is_there else None)
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     if theirs is not None:
         monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", theirs)

@@ -48,11 +48,11 @@ def test_other_errors_pass_as_they_are(error: Exception) -> None:
 
 def test_an_engine_that_finds_its_memory_taken_says_which_share_to_lower() -> None:
     class Full:
-        def wake_up(self) -> None:
+        def wake_up(self, tags: list[str] | None) -> None:
             raise OUT[2]
 
     engine: Any = object.__new__(VLLMEngine)
-    engine.llm, engine._gpu_memory_utilization = Full(), 0.55
+    engine.llm, engine._gpu_memory_utilization, engine._asleep = Full(), 0.55, {"weights", "kv_cache"}
     with pytest.raises(TrainingStopped, match=r"inference_model\.gpu_memory_utilization=0\.55"):
         engine.wake()
 

@@ -8,7 +8,6 @@ seconds, and reads environment variables that :mod:`~torchrl_grpo.inference.vllm
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import runpy
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -56,7 +55,7 @@ def has_head_dtype() -> bool:
 def sampler_variables() -> dict[str, str]:
     """Return the environment that vLLM's sampler needs on a GPU if FlashInfer is not installed."""
     name = "VLLM_USE_FLASHINFER_SAMPLER"
-    is_there = importlib.util.find_spec("flashinfer") is not None
+    is_there = installed_version("flashinfer-python") is not None
     return {} if is_there or name in os.environ else {name: "0"}
 
 
