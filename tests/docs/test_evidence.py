@@ -26,7 +26,7 @@ from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import controls, last_step, page, picture, policies, published, records, with_trl
 from benchmarks.evidence.experiment import Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
-from benchmarks.learning import Stage, first_model
+from benchmarks.learning import Stage, first_model, folders_of
 from torchrl_grpo.cli.checked_job import compose_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import reward_weights
@@ -454,6 +454,7 @@ def test_only_the_first_run_of_seed_0_measures_what_is_slow(
 
     monkeypatch.setattr(command, "run_stages", run)
     monkeypatch.setattr(records, "read_record", lambda *_: {})
+    monkeypatch.setattr(records, "save_responses", lambda *_: None)
     for name in ("_keep", "_write_page"):
         monkeypatch.setattr(command, name, lambda *_, **__: None)
     monkeypatch.setattr("sys.argv", ["evidence", "needle", "--folder", str(tmp_path)])
@@ -548,6 +549,17 @@ def test_all_responses_of_a_run_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_responses_are_those_of_recorded_runs() -> None:
+    for folder in records.RESPONSES.iterdir():
+        experiment = EXPERIMENTS[folder.name]
+        runs = {
+            folders_of(experiment.arms[run["arm"]], experiment.arms, run["seed"], Path())[-1].parent.name
+            for run in records.load(folder.name)
+        }
+        assert {path.name.removesuffix(".jsonl.xz") for path in folder.iterdir()} <= runs, folder
+        assert all(lzma.decompress(path.read_bytes()) for path in folder.iterdir()), folder
+
+
 def test_nothing_of_others_data_is_kept() -> None:
     for path in records.RESPONSES.iterdir():
         assert EXPERIMENTS[path.name].keeps_samples
@@ -566,6 +578,7 @@ def test_a_local_copy_of_the_data_goes_to_the_key_that_takes_it(
         command, "run_stages", lambda stages, seed, runs, words, model: overrides.append(words)
     )
     monkeypatch.setattr(records, "read_record", lambda *_: {})
+    monkeypatch.setattr(records, "save_responses", lambda *_: None)
     for name in ("_keep", "_write_page"):
         monkeypatch.setattr(command, name, lambda *_, **__: None)
     words = ["evidence", experiment, "--folder", str(tmp_path), "--data", "own", "--seed", "1"]
@@ -608,6 +621,7 @@ def test_a_run_for_the_model_before_training_keeps_the_record_that_is_there(
     monkeypatch.setattr(command, "run_stages", lambda *_: None)
     monkeypatch.setattr(command, "_write_page", lambda: None)
     monkeypatch.setattr(records, "load", lambda _: known)
+    monkeypatch.setattr(records, "save_responses", lambda *_: None)
     monkeypatch.setattr(
         records, "save", lambda _, rows: kept.extend((row["arm"], row.get("new")) for row in rows)
     )
