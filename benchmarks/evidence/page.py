@@ -269,7 +269,7 @@ def _refuted(experiment: Experiment) -> str:
     usual = NO_RISE.removesuffix(".")
     own = experiment.refuted_by.removeprefix(usual)
     if own == experiment.refuted_by:
-        return f" Refuted if {_lower(own)}"
+        return f" Refuted if {own[0].lower()}{own[1:]}"
     return "" if own == "." else f" Refuted also if {own.removeprefix(', or ')}"
 
 
@@ -395,7 +395,3 @@ def with_samples(readme: str, records: Sequence[dict[str, Any]]) -> str:
 def _shown(text: str) -> str:
     """Return a text for a cell of a table. A model may have written anything, so punctuation is escaped."""
     return re.sub(r"[^A-Za-z0-9 ,+=?-]", lambda sign: f"&#{ord(sign[0])};", " ".join(text.split()))
-
-
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]

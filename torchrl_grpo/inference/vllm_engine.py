@@ -221,9 +221,6 @@ class VLLMEngine(SteppingEngine):
         self.llm.wake_up(tags=["weights"])
         self._asleep = {"kv_cache"}
         yield
-        if torch.cuda.is_available():
-            # For the cache, whose memory this process's allocator holds now.
-            torch.cuda.empty_cache()
         self.wake()
 
     def checksums(self) -> tuple[Checksums, ...]:
@@ -239,6 +236,9 @@ class VLLMEngine(SteppingEngine):
         self._asleep = set(_PARTS)
 
     def wake(self) -> None:
+        if torch.cuda.is_available():
+            # Memory that this process's allocator has cached is the engine's now.
+            torch.cuda.empty_cache()
         with stop_on_oom(
             "memory ran out when vLLM took its share of the GPU back: lower "
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization} and resume, or start a "
