@@ -21,7 +21,8 @@ from pretended_cuda import PretendedCuda
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.background import BackgroundWriter
-from torchrl_grpo.training.run_checkpoints import _on_host
+from torchrl_grpo.distributed import host_copies
+from torchrl_grpo.distributed.host_copies import HostCopies
 
 
 def test_an_update_waits_for_what_is_read_and_the_next_write_for_the_whole_one() -> None:
@@ -190,14 +191,25 @@ def test_a_kill_at_any_moment_of_a_write_loses_nothing(tmp_path: Path) -> None:
     assert len(survivors) > 20, survivors
 
 
-def test_what_comes_from_a_gpu_is_copied_once_and_stays_tied() -> None:
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_comes_from_a_gpu_is_copied_once_and_stays_tied(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 24 bytes, for which torch pins 32.
+    monkeypatch.setattr(host_copies, "available_gib", lambda: (65 if has_room else 63) / 2**30)
     with PretendedCuda():
         tied, moment = torch.arange(6.0).to("cuda"), torch.ones(3)
         content = {"weights": {"a": tied, "b": tied.detach()}, "state": [moment, (2, "text")]}
-        copied = _on_host(content, torch.device("cuda:0"))
+        copies = HostCopies()
+        copied = copies(content, torch.device("cuda:0"))
         tied.fill_(-1.0)
         assert copied["weights"]["a"] is copied["weights"]["b"]
         assert copied["weights"]["a"].device.type == "cpu"
         assert copied["weights"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
         # What is in host memory is not copied, so the writer must have written it before an update.
         assert copied["state"][0] is moment and copied["state"][1] == (2, "text")
+        # The next checkpoint writes into the same memory, if that is pinned.
+        again = copies(content, torch.device("cuda:0"))
+        assert again["weights"]["a"].tolist() == [-1.0] * 6 and copies.nbytes == (32 if has_room else 0)
+        assert (again["weights"]["a"] is copied["weights"]["a"]) == has_room
+        assert copies({"one": moment.to("cuda")}, torch.device("cuda:0"))["one"].tolist() == [1.0] * 3

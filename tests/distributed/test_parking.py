@@ -15,10 +15,13 @@ from pretended_cuda import PretendedCuda
 from torch import Tensor
 
 from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints.background import BackgroundWriter
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import OptimizerName
+from torchrl_grpo.distributed.host_copies import HostCopies
 from torchrl_grpo.distributed.parking import is_parked
+from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training import run_checkpoints
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -119,14 +122,16 @@ def checkpoints_of(step: OptimizerStep, run_dir: Path, offloads: bool) -> RunChe
         device=torch.device("cuda:0"),
         network=None,
         optimizer_step=step,
-        ranks=SimpleNamespace(size=1),
+        ranks=Ranks(on_cpu=True),
+        host_copies=HostCopies(),
+        sender=BackgroundWriter(),
     )
     state = SimpleNamespace(
         parts=SimpleNamespace(
             learner=learner, tokenizer=None, plan=SimpleNamespace(offload_optimizer=offloads)
         ),
         counters=SimpleNamespace(step=1),
-        state_dict=lambda: {"optimise": step.state_dict()},
+        state_dict=lambda: {"unlogged": {}},
     )
     return RunCheckpoints(Config(), state, run_dir, "exact_match")  # type: ignore[arg-type]
 
@@ -160,7 +165,7 @@ def test_a_checkpoint_that_is_written_during_the_next_step_has_its_own_moments(
 
         step.before_update = before_update
         checkpoints.save()
-        begun.wait()
+        assert begun.wait(60)
         step(make_batch(seed=1))
         step.backend.park()
         disk.set()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import OptimizerName
+from torchrl_grpo.distributed import shard_transfer
 from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after, shard_like
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.prepare import compile_layers
@@ -133,7 +134,8 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     weights = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
     stale = [name for name, p in held.items() if not torch.equal(full_tensor(p), weights[name])]
     _park(step, ranks)
-    state = step.state_dict()
+    state = _together(step.state_dict(), ranks)
+    moments = [value for entry in state["optimizer"]["state"].values() for value in entry.values()]
     with torch.no_grad(), reshard_after(step.network):
         probe = _probe(step, batch)
     return {
@@ -146,10 +148,19 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
         "probe at start": at_start,
         "probe": probe,
         "state": state,
-        "kept": ranks.gather(sum(len(entry) for entry in state["optimizer"]["state"].values())),
+        "kept": ranks.gather(sum(not shard_transfer.is_shard(moment) for moment in moments)),
         "reloaded": _reloaded(case, kind, ranks, state) if case in RELOADED else None,
         "tokens": float(count_totals(batch["masks", "loss"]).tokens),
     }
+
+
+def _together(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """On rank 0, return what ranks have read, with whole tensors. The others keep their shards."""
+    if ranks.is_main:
+        whole: dict[str, Any] = shard_transfer.gather(state, ranks)
+        return whole
+    shard_transfer.send(state, ranks)
+    return state
 
 
 def _park(step: OptimizerStep, ranks: Ranks) -> None:
@@ -167,7 +178,7 @@ def _reloaded(case: str, kind: str, ranks: Ranks, state: dict[str, Any]) -> dict
         for value in moments.values():
             # What was given is no longer needed: it may lie in a file.
             value.fill_(-1.0)
-    return step.state_dict()
+    return _together(step.state_dict(), ranks)
 
 
 def kept_of_weights(ranks: Ranks) -> float:
@@ -208,14 +219,14 @@ def muon_steps(kind: str, ranks: Ranks) -> dict[str, Any]:
             parameter.grad = shard_like(gradient, parameter)
         backend.step(apply=True)
         if step == 0:
-            state = ranks.gather(backend.optimizer_state(keep=ranks.is_main))[0]
+            state = ranks.gather(_together(backend.optimizer_state(keep=ranks.is_main), ranks))[0]
             backend.load_optimizer_state(state)
     weights = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
     matrices = {id(parameter) for parameter in muon_matrices(model)}
     return {
         "weights": weights,
         "matrices": [name for name, p in model.named_parameters() if id(p) in matrices],
-        "state": backend.optimizer_state(),
+        "state": _together(backend.optimizer_state(), ranks),
     }
 
 

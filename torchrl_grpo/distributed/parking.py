@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchrl_grpo.distributed.shard_transfer import Shard, own_part
+
 # Entry of the optimizer's state that is not a moment: the number of updates. It is a single number.
 _STEP = "step"
 
@@ -52,23 +54,10 @@ class MomentParking:
                 if is_parked(moment):
                     _fill(moment, self._host[id(parameter), name])
 
-    def read(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Return an entry of the state: as it is, or whole and on the CPU if it is a shard.
-
-        It holds until the next update. Every rank must call this. At most one parked moment at a time is on
-        the device.
-        """
-        local = _local(value)
-        parked = name != _STEP and is_parked(local)
-        if not isinstance(value, DTensor):
-            return self._host[id(parameter), name] if parked else value.detach()
-        if parked:
-            _fill(local, self._host[id(parameter), name])
-        try:
-            return value.full_tensor().detach().cpu()
-        finally:
-            if parked:
-                local.untyped_storage().resize_(0)
+    def read(self, parameter: Tensor, name: str, value: Tensor) -> Tensor | Shard:
+        """Return an entry of the state, or this rank's shard of it. It holds until the next update."""
+        parked = name != _STEP and is_parked(_local(value))
+        return own_part(value, self._host[id(parameter), name] if parked else None)
 
     def _start(self, parameter: Tensor) -> Iterator[Tensor]:
         """Queue copies of the moments of a parameter that are on the device, and yield these moments."""

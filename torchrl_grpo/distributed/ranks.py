@@ -40,11 +40,18 @@ class Ranks:
 
     Args:
         on_cpu: the ranks compute on the CPU.
+
+    Attributes:
+        rank: number of this rank, from 0.
+        size: number of ranks.
+        beside: group of all ranks in which threads exchange tensors in host memory beside training; None for
+            a single rank.
     """
 
     def __init__(self, on_cpu: bool) -> None:
         self.rank, self.size = rank_env.rank(), rank_env.world_size()
         self._orders: dist.ProcessGroup | None = None
+        self.beside: dist.ProcessGroup | None = None
         # Whether an exception ended a call that the other ranks may still be in, waiting for this one.
         self._broken = False
         if self.size > 1:
@@ -54,6 +61,7 @@ class Ranks:
                 PartialState(cpu=on_cpu, timeout=_PATIENCE, **options)
                 # Calls are Python objects in the CPU's memory, whichever backend carries the tensors.
                 self._orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
+                self.beside = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @property
     def is_main(self) -> bool:

@@ -150,6 +150,7 @@ def follow() -> None:
     with screen.libraries_to_log(log):
         learner = Learner(spec, device, ranks=ranks, notify=lambda text: None)
         ranks.follow(learner)
+        learner.sender.close()
     # As Session.close() does: a sweep's next job needs the memory.
     del learner
     release_freed_memory()

@@ -16,8 +16,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from torchrl_grpo.batch.micro_batches import DUMMY_MICRO_BATCH, MicroBatch, Share, TokenBudget
 from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints.background import BackgroundWriter
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_round, token_budget
+from torchrl_grpo.distributed.host_copies import HostCopies
 from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after, sharded, writable
 from torchrl_grpo.distributed.rank_engine import RankEngine
 from torchrl_grpo.distributed.ranks import Ranks
@@ -86,6 +88,10 @@ class Learner:
         notify: function that receives a message for the user: which attention is used, or that a token budget
             is halved.
 
+    Attributes:
+        host_copies: memory for the shards that a checkpoint copies from this rank's GPU.
+        sender: thread that sends this rank's shards of a checkpoint to rank 0.
+
     Raises:
         ModelError: the model cannot be loaded, or the ranks loaded different weights.
         TrainingStopped: memory ran out.
@@ -105,6 +111,7 @@ class Learner:
         self.ranks = ranks
         self._notify = notify
         self.engine: RankEngine | None = None
+        self.host_copies, self.sender = HostCopies(), BackgroundWriter()
         # One bar per loaded file would bury the progress bar of the run.
         disable_progress_bar()
         choose_kernels()
@@ -325,9 +332,6 @@ class Learner:
     def park_optimizer(self) -> None:
         """Free the memory of the optimizer's moments on the device until the next update."""
         self.optimizer_step.backend.park()
-
-    def optimizer_state(self) -> dict[str, Any]:
-        return self.optimizer_step.state_dict()
 
     def full_model(self) -> PreTrainedModel | GatheredModel:
         """Return a model that rank 0 can read and perturb on its own.

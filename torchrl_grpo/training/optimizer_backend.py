@@ -42,13 +42,13 @@ class OptimizerBackend(Protocol):
         """Discard the gradients."""
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
-        """Return the optimizer's state in torch's format for an unsharded model.
+        """Return the optimizer's state in torch's format for an unsharded model. FSDP2's shards stay shards.
 
         Its tensors may be the optimizer's own, which the next update changes.
 
         Args:
-            keep: whether to return the moments, which are twice the size of the weights. A rank with False
-                only helps to gather them, one at a time.
+            keep: whether to return moments that are not shards of FSDP2. They are twice the size of the
+                weights. A rank with False only helps to gather those of DeepSpeed, one at a time.
         """
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -113,12 +113,10 @@ class TorchBackend:
         # Not from the result of state_dict: bitsandbytes has another form there.
         for index, parameter in enumerate(self._parameters):
             for name, value in self._optimizer.state.get(parameter, {}).items():
-                # The rank that keeps a shard cannot gather it alone.
                 if keep or isinstance(value, DTensor):
                     # The number of updates may be a plain number.
-                    whole = self._parking.read(parameter, name, value) if isinstance(value, Tensor) else value
-                    if keep:
-                        moments.setdefault(index, {})[name] = whole
+                    own = self._parking.read(parameter, name, value) if isinstance(value, Tensor) else value
+                    moments.setdefault(index, {})[name] = own
         return {**state, "state": moments}
 
     def park(self) -> None:

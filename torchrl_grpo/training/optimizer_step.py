@@ -314,8 +314,9 @@ class OptimizerStep:
     def state_dict(self) -> dict[str, Any]:
         """State of optimizer, schedule, scaler and counters.
 
-        Its format does not depend on the number of ranks, so a run with another number of ranks can load it.
-        Every rank must call this. Only rank 0's result has the optimizer's moments.
+        Its format does not depend on the number of ranks, so a run with another number of ranks can load it
+        once :func:`~torchrl_grpo.distributed.shard_transfer.gather` has put its shards together. Every rank
+        must call this. Of the others, the result has shards only.
         """
         return {
             "optimizer": self.backend.optimizer_state(keep=self.ranks.is_main),

@@ -1,22 +1,22 @@
 """The checkpoints of a run, each written while the run goes on.
 
 On a CPU nothing is copied but the buffer: the files are written from the weights and the optimizer's state,
-and the next update waits until they have been read. From a GPU the thread that writes copies them to host
-memory first, and the update waits for that copy only, unless it is of adapters, or moments wait in host
-memory, which are not copied.
+and the next update waits until they have been read. From a GPU they are copied to host memory first, and the
+update waits for that copy only, unless it is of adapters, or moments wait in host memory, which are not
+copied. Shards of FSDP2 then come to rank 0 in threads.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -25,17 +25,18 @@ from torchrl_grpo.checkpoints.background import BackgroundWriter
 from torchrl_grpo.checkpoints.run_dir import public_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import MOMENT_BYTES
+from torchrl_grpo.distributed import shard_transfer
+from torchrl_grpo.distributed.host_copies import COPY_SHARE, HostCopies
 from torchrl_grpo.distributed.parallelism import sharded
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.metrics import METRICS, read_jsonl
 from torchrl_grpo.runtime.files.direct_file import Written
 from torchrl_grpo.runtime.hardware import available_gib
+from torchrl_grpo.training import held_state
 from torchrl_grpo.training.state import SessionState
 
-# Entries of the state with tensors that only an update, or a refresh of the reference, changes.
-_HELD = ("optimise", "reference")
-# A copy in host memory lies there during the next step if it takes at most this share of what is free.
-_COPY_SHARE = 0.5
+# Entry of the state with tensors that only a refresh of the reference changes.
+_REFERENCE = "reference"
 
 
 class RunCheckpoints:
@@ -57,6 +58,7 @@ class RunCheckpoints:
         self._run_dir = run_dir
         self._grader = grader
         self.writer = BackgroundWriter()
+        self._host_copies = HostCopies()
         state.parts.learner.optimizer_step.before_update = self.writer.wait_until_read
 
     def save(self) -> None:
@@ -71,35 +73,36 @@ class RunCheckpoints:
         self.writer.finish()
         cfg, counters, learner = self._cfg, self._state.counters, self._state.parts.learner
         model, tokenizer, device = learner.model, self._state.parts.tokenizer, learner.device
-        merged, is_sharded = cfg.checkpoint.export_merged, sharded(learner.network)
-        free_gib = available_gib()
-        weights: Mapping[str, Tensor] | None = None
-        if not lora.adapted_layers(model):
-            if is_sharded:
-                weights = {name: p.cpu() for name, p in learner.full_model().named_parameters()}
-            elif device.type == "cuda":
-                weights = model.state_dict()
-        state, memo = self._state.state_dict(), dict[int, Any]()
+        merged, ranks, host_copies = cfg.checkpoint.export_merged, learner.ranks, self._host_copies
+        free_gib, step, memo = available_gib(), counters.step, dict[int, Any]()
+        kept_bytes = host_copies.nbytes + learner.host_copies.nbytes
+        held = ranks.call_all(held_state.read, learner, step)
         state = {
-            name: value if name in _HELD else copy.deepcopy(value, memo) for name, value in state.items()
+            name: value if name == _REFERENCE else copy.deepcopy(value, memo)
+            for name, value in self._state.state_dict().items()
         }
-        step, training, base = counters.step, self._training(), self._base
+        is_sharded = sharded(learner.network)
+        has_copies = device.type == "cuda" and held["weights"] is not None
+        training, base = self._training(), self._base
         best_step = counters.best_step if cfg.train.keep_best else None
         offloads = self._state.parts.plan.offload_optimizer
         # The update may still run on the GPU, in this thread's stream, which vLLM may have replaced.
         updated = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
         def write(on_state_read: Callable[[], None]) -> None:
-            content: dict[str, Any] = {"state": state, "weights": weights}
+            content: dict[str, Any] = {"held": held, "state": state}
             if updated is not None:
                 updated.synchronize()
-                content = _on_host(content, device)
-                # Moments in host memory are not copied, and stay the optimizer's own.
-                if weights is not None and not offloads:
-                    on_state_read()
+                content = host_copies(content, device)
+            # Moments in host memory are not copied, and stay the optimizer's own.
+            if has_copies and not offloads:
+                on_state_read()
+            content = shard_transfer.gather(content, ranks)
+            if is_sharded and device.type == "cuda":
+                on_state_read()
 
             def write_model(folder: Path) -> dict[Path, Written]:
-                written = saving.save(model, tokenizer, folder, weights=content["weights"])
+                written = saving.save(model, tokenizer, folder, weights=content["held"]["weights"])
                 model_card.write(folder, cfg, base, training)
                 return written
 
@@ -113,7 +116,7 @@ class RunCheckpoints:
                 step,
                 cfg=cfg,
                 write_model=write_model,
-                state=content["state"],
+                state={**content["state"], "optimise": content["held"]["optimise"]},
                 keep=cfg.checkpoint.keep,
                 best_step=best_step,
                 write_merged=write_merged if merged else None,
@@ -121,14 +124,14 @@ class RunCheckpoints:
             )
 
         copied = [
-            tensor.nbytes
-            for tensor in tree_leaves((weights, state))
-            if isinstance(tensor, Tensor) and (tensor.is_cuda or is_sharded)
+            value.nbytes
+            for value in tree_leaves((held, state), is_leaf=shard_transfer.is_shard)
+            if shard_transfer.is_shard(value) or (isinstance(value, Tensor) and (value.is_cuda or is_sharded))
         ]
         self.writer.start(step, write)
         # Merged, gathered or copied weights take memory that the next step may need.
-        is_large = free_gib is not None and sum(copied) > _COPY_SHARE * free_gib * 2**30
-        if merged or is_large or (learner.ranks.size > 1 and device.type == "cpu"):
+        is_large = free_gib is not None and sum(copied) > COPY_SHARE * (free_gib * 2**30 + kept_bytes)
+        if merged or is_large or (ranks.size > 1 and device.type == "cpu"):
             self.writer.finish()
 
     def _training(self) -> model_card.Training:
@@ -151,24 +154,6 @@ class RunCheckpoints:
     @cached_property
     def _base(self) -> model_card.Base:
         return model_card.read_base(self._cfg)
-
-
-def _on_host(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy all tensors on a GPU to host memory. Tied weights stay one tensor."""
-    copies: dict[tuple[object, ...], Tensor] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor
-        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-        if key not in copies:
-            copies[key] = tensor.detach().cpu()
-        return copies[key]
-
-    # In a stream of its own a copy neither waits for the work that is queued nor delays it.
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        moved: dict[str, Any] = tree_map_only(Tensor, copied, content)
-    return moved
 
 
 def try_out_checkpoint(

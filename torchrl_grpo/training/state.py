@@ -192,7 +192,10 @@ class SessionState:
         return max(self.counters.peak_cuda_gib, stats.peak_cuda_gib())
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values, by the keys of the file ``trainer.pt``. The run may change them."""
+        """Tensors and plain values, by the keys of the file ``trainer.pt``. The run may change them.
+
+        They lack the optimizer's state, which :func:`~torchrl_grpo.training.held_state.read` returns.
+        """
         parts = self.parts
         return {
             "counters": {
@@ -201,8 +204,6 @@ class SessionState:
                 "peak_memory_gib": self.peak_memory_gib(),
                 "peak_cuda_gib": self.peak_cuda_gib(),
             },
-            # The name is that of stored checkpoints.
-            "optimise": parts.ranks.call_all(Learner.optimizer_state, parts.learner),
             "collector": parts.collector.state_dict(),
             # Pass rates of env.sampling=pass_rate.
             "curriculum": parts.collector.env.stream.learned_state(),
