@@ -94,8 +94,12 @@ RECIPES = sorted(path.stem for path in (config_dir() / "recipe").glob("*.yaml"))
 MACHINES = {"cpu": (0, 0.0), "gpu_24gb": (1, 23.2), "gpu_80gb": (1, 79.0), "gpu_8x80gb": (8, 79.0)}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_reached_on_its_machine(name: str, context: Context, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("name", "asynchronous"), [*((name, False) for name in RECIPES), ("gpu_8x80gb", True)]
+)
+def test_a_recipe_is_reached_on_its_machine(
+    name: str, asynchronous: bool, context: Context, monkeypatch: Patch
+) -> None:
     gpus, gib = MACHINES[name]
     stages = StagesInProcess(monkeypatch, lambda cfg, folder: None)
     monkeypatch.setattr(hardware, "present", lambda: machine(gpus, gib))
@@ -107,10 +111,17 @@ def test_a_recipe_is_reached_on_its_machine(name: str, context: Context, monkeyp
         return {}
 
     monkeypatch.setattr(runs, "measure", make)
-    monkeypatch.setattr(runs, "check", lambda folder, nats, steps: {"steps": steps})
-    stage = STAGES[f"recipe_{name}"]
+    checked: list[bool] = []
+
+    def check(folder: Path, nats: float, steps: int, is_async: bool) -> runs.Figures:
+        checked.append(is_async)
+        return {"steps": steps}
+
+    monkeypatch.setattr(runs, "check", check)
+    stage = STAGES[f"recipe_{name}{'_async' if asynchronous else ''}"]
     result = run_stage(name, stage, replace(context, gpus=gpus, words=()))
     assert result.status is Status.passed and result.figures == {"steps": 20}, result.reason
+    assert checked == [asynchronous]
     (cfg,) = stages.configs
     assert cfg.train.total_dialog_turns == 20 * cfg.env.num_envs * cfg.env.repeats
     assert Path(cfg.model.name).name == made[0] == ("tiny" if gpus == 0 else made[0])
@@ -119,8 +130,8 @@ def test_a_recipe_is_reached_on_its_machine(name: str, context: Context, monkeyp
         assert made[0].startswith("Qwen2.5-")
         # Its rounds are shorter than the recipe's, whose plan has to be tried all the same.
         whole = compose_job([f"+recipe={name}", f"model.name={cfg.model.name}"], "grpo_gsm8k", None)
-        plan = preflight.make(whole, False, machine(gpus, gib)).plan
-        used = preflight.make(cfg, False, machine(gpus, gib)).plan
+        plan = preflight.make(whole, asynchronous, machine(gpus, gib)).plan
+        used = preflight.make(cfg, asynchronous, machine(gpus, gib)).plan
         assert (used.sleeps, used.gpu_memory_utilization) == (plan.sleeps, plan.gpu_memory_utilization)
         monkeypatch.setattr(hardware, "present", lambda: machine(gpus, 0.7 * gib))
         assert stage.lacks(replace(context, gpus=gpus)).startswith(f"it needs {gpus} x ")

@@ -62,10 +62,17 @@ def generation(context: Context) -> Figures:
     )
 
 
-def recipe(name: str) -> Callable[[Context], Figures]:
-    """Return a stage that trains with a recipe for 20 steps, on a random model of its shape."""
+def recipe(name: str, asynchronous: bool = False) -> Callable[[Context], Figures]:
+    """Return a stage that trains with a recipe for 20 steps, on a random model of its shape.
+
+    Args:
+        name: name of the recipe.
+        asynchronous: whether it collects rounds while it trains.
+    """
+    script = "grpo-async.py" if asynchronous else "grpo.py"
 
     def run(context: Context) -> Figures:
+        label = f"recipe_{name}{'_async' if asynchronous else ''}"
         settings = yaml.safe_load((config_dir() / "recipe" / f"{name}.yaml").read_text())
         shape = settings["model"]["name"].rpartition("/")[2] if context.gpus else TINY
         samples = 64 if context.gpus else 8
@@ -73,19 +80,19 @@ def recipe(name: str) -> Callable[[Context], Figures]:
         words += [f"train.total_dialog_turns={_STEPS * samples}", "train.checkpoint_frequency=10"]
         words += ["eval.num_problems=4", "eval.frequency=10"]
         model = make_model(context, shape)
-        words += _sharing(name, model) if context.gpus else []
-        runs.train(context, f"recipe_{name}", words, model=model)
-        return runs.check(context.folder / f"recipe_{name}", NATS[BFLOAT16], _STEPS)
+        words += _sharing(name, model, asynchronous) if context.gpus else []
+        runs.train(context, label, words, script, model=model)
+        return runs.check(context.folder / label, NATS[BFLOAT16], _STEPS, asynchronous)
 
     return run
 
 
-def _sharing(name: str, model: Path) -> list[str]:
+def _sharing(name: str, model: Path, asynchronous: bool) -> list[str]:
     """Return the words by which engines share GPUs as in the recipe, not as in a shorter run."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         node = compose("grpo_gsm8k", [f"+recipe={name}", f"model.name={model}"])
-    cfg = preflight.resolve_proximal(resolve.with_model(resolve.resolved(parse(node))), asynchronous=False)
-    plan = preflight.make(cfg, False, hardware.present()).plan
+    cfg = preflight.resolve_proximal(resolve.with_model(resolve.resolved(parse(node))), asynchronous)
+    plan = preflight.make(cfg, asynchronous, hardware.present()).plan
     words = [f"inference_model.gpu_memory_utilization={plan.gpu_memory_utilization}"]
     return [*words, "inference_model.sleep=true"] if plan.sleeps else words
 

@@ -285,5 +285,13 @@ STAGES: dict[str, Stage] = {
         )
         for name in ("cpu", "gpu_24gb", "gpu_80gb", "gpu_8x80gb")
     },
+    "recipe_gpu_8x80gb_async": Stage(
+        recipe("gpu_8x80gb", asynchronous=True),
+        "the same with grpo-async.py",
+        # On a CPU the stage "async" shows as much.
+        lambda context: _needs_gpu(context) or needs_machine("gpu_8x80gb")(context),
+        120,
+        uses_model=False,
+    ),
     "trl": Stage(against_trl, "a training step against TRL", _needs_checkout),
 }
