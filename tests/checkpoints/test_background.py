@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -213,3 +214,18 @@ def test_what_comes_from_a_gpu_is_copied_once_and_stays_tied(
         assert again["weights"]["a"].tolist() == [-1.0] * 6 and copies.nbytes == (32 if has_room else 0)
         assert (again["weights"]["a"] is copied["weights"]["a"]) == has_room
         assert copies({"one": moment.to("cuda")}, torch.device("cuda:0"))["one"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(("text", "is_raised"), [("CUDA error: out of memory", False), ("driver gone", True)])
+def test_what_cannot_be_pinned_lies_in_ordinary_memory(
+    text: str, is_raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError(text)
+
+    with PretendedCuda():
+        tensor, copies = torch.arange(6.0).to("cuda"), HostCopies()
+        monkeypatch.setattr(torch, "empty", refuse)
+        with pytest.raises(RuntimeError, match=text) if is_raised else contextlib.nullcontext():
+            assert copies([tensor], torch.device("cuda:0"))[0].tolist() == [0, 1, 2, 3, 4, 5]
+        assert copies.nbytes == 0

@@ -22,6 +22,7 @@ from torchrl_grpo.config.values import OptimizerName
 from torchrl_grpo.distributed.host_copies import HostCopies
 from torchrl_grpo.distributed.parking import is_parked
 from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training import run_checkpoints
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -197,6 +198,15 @@ def test_a_run_waits_for_a_checkpoint_whose_copy_takes_half_of_the_host_memory(
         checkpoints.save()
         assert (checkpoints.writer._write is None) == waits
         checkpoints.writer.finish()
+
+
+def test_ranks_that_an_error_has_left_out_of_step_write_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(make_step("cpu"), tmp_path, offloads=False)
+    ranks = checkpoints._state.parts.learner.ranks
+    with pytest.raises(ZeroDivisionError), ranks.mark_broken_on_error():
+        raise ZeroDivisionError
+    with pytest.raises(CheckpointError, match="checkpoints/1: the checkpoint cannot be written, because an"):
+        checkpoints.save()
 
 
 def test_a_skipped_update_leaves_them_parked() -> None:

@@ -399,6 +399,7 @@ def _cuda(machine: PretendedCuda) -> Iterator[Replacement]:
         **dict.fromkeys(("memory_reserved", "max_memory_reserved"), bytes_in_use),
     }
     yield from ((torch.cuda, name, value) for name, value in new.items())
+    yield torch._C, "_host_emptyCache", nothing
 
 
 def _watched_start(machine: PretendedCuda) -> Callable[[threading.Thread], None]:

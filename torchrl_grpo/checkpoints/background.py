@@ -98,6 +98,11 @@ class BackgroundWriter:
             if error is not None:
                 raise error
 
+    def wait(self) -> None:
+        """Wait for the end of the write. Its error is for those who wait for what it wrote."""
+        if self._write is not None:
+            self._write.exception()
+
     def close(self) -> None:
         """Wait for the end of a write that is still under way, as another error or an interrupt ends the run.
 

@@ -413,4 +413,6 @@ class _CommandLine:
         except Exception:
             if self.sweep:
                 logging.getLogger(__name__).exception("%sfailed", where)
+                if rank_env.launched():
+                    raise SystemExit(1) from None
             raise

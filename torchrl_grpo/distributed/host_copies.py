@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.hardware import available_gib
+from torchrl_grpo.runtime.oom import ran_out_of_memory
 
 # Copies lie in host memory during the next step if they take at most this share of what is free.
 COPY_SHARE = 0.5
@@ -19,10 +19,14 @@ class HostCopies:
     """Copies what is on a GPU to pinned memory, which the GPU reads and writes without the processor.
 
     The memory is kept for the next checkpoint, because pinning it takes longer than the copy. Where it would
-    take much of the host's memory, copies lie in ordinary memory, and are not kept.
+    take much of the host's memory, or cannot be pinned, copies lie in ordinary memory, and are not kept.
+
+    Args:
+        processes: number of processes of this machine that pin memory at the same time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int = 1) -> None:
+        self._share = COPY_SHARE / processes
         self._kept: list[Tensor] = []
 
     @property
@@ -41,9 +45,11 @@ class HostCopies:
         """
         on_gpu = {_key(tensor): tensor for tensor in tree_leaves(content) if _is_on_gpu(tensor)}
         if list(map(_layout, self._kept)) != list(map(_layout, on_gpu.values())):
-            # Free the old memory before new is taken.
-            self._kept = []
-            self._kept = _pinned(list(on_gpu.values()))
+            if self._kept:
+                self._kept = []
+                # Torch would keep it, and what is free would look like less.
+                torch._C._host_emptyCache()
+            self._kept = self._pinned(list(on_gpu.values()))
         # In a stream of its own a copy neither waits for the work that is queued nor delays it.
         with torch.cuda.stream(torch.cuda.Stream(device)):
             copies = [
@@ -54,15 +60,18 @@ class HostCopies:
         by_key = dict(zip(on_gpu, copies, strict=True))
         return tree_map_only(Tensor, lambda tensor: by_key.get(_key(tensor), tensor), content)
 
-
-def _pinned(tensors: list[Tensor]) -> list[Tensor]:
-    """Return pinned memory for tensors; nothing if the host has too little."""
-    free = available_gib()
-    # The ranks of this machine pin theirs at the same time.
-    share = COPY_SHARE / rank_env.local_world_size()
-    if free is not None and sum(map(_pinned_bytes, tensors)) > share * free * 2**30:
-        return []
-    return [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    def _pinned(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return pinned memory for tensors; nothing if the host has too little."""
+        free = available_gib()
+        if free is not None and sum(map(_pinned_bytes, tensors)) > self._share * free * 2**30:
+            return []
+        try:
+            return [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+        except RuntimeError as error:
+            # Some systems allow little of it.
+            if not ran_out_of_memory(error):
+                raise
+            return []
 
 
 def _is_on_gpu(value: object) -> bool:

@@ -131,6 +131,11 @@ class Ranks:
         dist.scatter_object_list(box, list(shares), src=0, group=self._orders)
         return box[0]
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether an exception in a collective call has left the ranks out of step."""
+        return self._broken
+
     @contextmanager
     def mark_broken_on_error(self) -> Iterator[None]:
         """Surround a collective call. After an exception in it, the ranks are out of step."""

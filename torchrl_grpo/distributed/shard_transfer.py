@@ -57,7 +57,7 @@ def send(content: Any, ranks: Ranks) -> None:
     """On all ranks but the first: send all shards of a nested structure, in its order, to :func:`gather`.
 
     Args:
-        content: nested structure with shards in host memory.
+        content: nested structure with shards. One at a time is copied to host memory if it is on a GPU.
         ranks: the ranks.
 
     Raises:
@@ -65,7 +65,7 @@ def send(content: Any, ranks: Ranks) -> None:
     """
     for shard in tree_leaves(content, is_leaf=is_shard):
         if is_shard(shard) and shard.rows.numel():
-            dist.send(shard.rows.contiguous(), dst=0, group=ranks.beside)
+            dist.send(shard.rows.cpu().contiguous(), dst=0, group=ranks.beside)
 
 
 def gather(content: Any, ranks: Ranks) -> Any:

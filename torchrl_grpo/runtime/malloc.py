@@ -39,7 +39,7 @@ def keep_freed_memory() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Collect garbage and return freed memory to the kernel and freed GPU memory to the driver.
+    """Collect garbage, and return freed memory to the kernel, and freed GPU and pinned memory to the driver.
 
     For the time between the jobs of a sweep. A job leaves its memory in pieces too small for the large
     tensors of the next one, so the process would grow with each job.
@@ -47,6 +47,7 @@ def release_freed_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

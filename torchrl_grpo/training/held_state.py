@@ -15,16 +15,16 @@ from torchrl_grpo.training.learner import Learner
 
 
 @torch.no_grad()
-def read(learner: Learner, step: int) -> dict[str, Any]:
+def read(learner: Learner, step: int, copies: bool) -> dict[str, Any]:
     """Return the weights and the state of the optimizer, schedule and coefficients.
 
-    Every rank must call this. Shards of FSDP2 are copied to host memory, unless parked moments are there
-    already. Then the other ranks send theirs in a thread, and
+    Every rank must call this. With FSDP2 the other ranks then send their shards in a thread, and
     :func:`~torchrl_grpo.distributed.shard_transfer.gather` receives them on rank 0.
 
     Args:
         learner: learner of this rank.
         step: number of the checkpoint, for messages.
+        copies: whether shards on a GPU are copied to host memory first, so that they may change.
 
     Returns:
         ``"optimise"``, and ``"weights"``, which is None if the model itself is saved.
@@ -37,7 +37,7 @@ def read(learner: Learner, step: int) -> dict[str, Any]:
         if learner.device.type == "cuda":
             # The update may still run in this thread's stream, which vLLM may have replaced.
             torch.cuda.current_stream(learner.device).record_event().synchronize()
-            held = learner.host_copies(held, learner.device)
+            held = learner.host_copies(held, learner.device) if copies else held
         if not learner.ranks.is_main:
             learner.sender.start(step, lambda has_read: shard_transfer.send(held, learner.ranks))
     return held

@@ -149,8 +149,11 @@ def follow() -> None:
         torch.cuda.set_device(device)
     with screen.libraries_to_log(log):
         learner = Learner(spec, device, ranks=ranks, notify=lambda text: None)
-        ranks.follow(learner)
-        learner.sender.close()
+        try:
+            ranks.follow(learner)
+        finally:
+            # Rank 0 may still need the shards of its last checkpoint.
+            learner.sender.wait()
     # As Session.close() does: a sweep's next job needs the memory.
     del learner
     release_freed_memory()

@@ -45,6 +45,7 @@ from torchrl_grpo.objectives.aggregation import BatchTotals
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.planning.resolve import parallelism
 from torchrl_grpo.rollout.log_prob_transform import score_piece, write_rows
+from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -111,7 +112,7 @@ class Learner:
         self.ranks = ranks
         self._notify = notify
         self.engine: RankEngine | None = None
-        self.host_copies, self.sender = HostCopies(), BackgroundWriter()
+        self.host_copies, self.sender = HostCopies(rank_env.local_world_size()), BackgroundWriter()
         # One bar per loaded file would bury the progress bar of the run.
         disable_progress_bar()
         choose_kernels()

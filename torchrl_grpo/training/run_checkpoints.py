@@ -3,19 +3,23 @@
 On a CPU nothing is copied but the buffer: the files are written from the weights and the optimizer's state,
 and the next update waits until they have been read. From a GPU they are copied to host memory first, and the
 update waits for that copy only, unless it is of adapters, or moments wait in host memory, which are not
-copied. Shards of FSDP2 then come to rank 0 in threads.
+copied. Shards of FSDP2 then come to rank 0 in threads. Where the host has too little memory for copies, the
+run waits for the write.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -28,6 +32,7 @@ from torchrl_grpo.config.values import MOMENT_BYTES
 from torchrl_grpo.distributed import shard_transfer
 from torchrl_grpo.distributed.host_copies import COPY_SHARE, HostCopies
 from torchrl_grpo.distributed.parallelism import sharded
+from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.metrics import METRICS, read_jsonl
 from torchrl_grpo.runtime.files.direct_file import Written
@@ -69,36 +74,42 @@ class RunCheckpoints:
                 background.
             RunFolderLost: the folder was deleted meanwhile.
         """
+        step, learner = self._state.counters.step, self._state.parts.learner
+        if learner.ranks.are_apart:
+            raise CheckpointError(
+                f"{self._run_dir / 'checkpoints' / str(step)}: the checkpoint cannot be written, because an "
+                "error has left the training ranks out of step; resume from the checkpoint before"
+            )
         # Before anything is gathered, so that there is one copy at a time.
         self.writer.finish()
-        cfg, counters, learner = self._cfg, self._state.counters, self._state.parts.learner
-        model, tokenizer, device = learner.model, self._state.parts.tokenizer, learner.device
+        cfg, model, tokenizer, device = self._cfg, learner.model, self._state.parts.tokenizer, learner.device
         merged, ranks, host_copies = cfg.checkpoint.export_merged, learner.ranks, self._host_copies
-        free_gib, step, memo = available_gib(), counters.step, dict[int, Any]()
-        kept_bytes = host_copies.nbytes + learner.host_copies.nbytes
-        held = ranks.call_all(held_state.read, learner, step)
+        room, memo = self._room(), dict[int, Any]()
         state = {
             name: value if name == _REFERENCE else copy.deepcopy(value, memo)
             for name, value in self._state.state_dict().items()
         }
-        is_sharded = sharded(learner.network)
-        has_copies = device.type == "cuda" and held["weights"] is not None
+        on_gpu, is_sharded = device.type == "cuda", sharded(learner.network)
+        is_divided = isinstance(learner.network, FSDPModule)
+        # The whole tensors, and copies of all shards, of which pinned ones take up to twice their size.
+        copies = 3 * self._whole_bytes() <= room
         training, base = self._training(), self._base
-        best_step = counters.best_step if cfg.train.keep_best else None
-        offloads = self._state.parts.plan.offload_optimizer
-        # The update may still run on the GPU, in this thread's stream, which vLLM may have replaced.
-        updated = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        best_step = self._state.counters.best_step if cfg.train.keep_best else None
+        # What is in host memory stays the optimizer's own.
+        is_copied = on_gpu and not self._state.parts.plan.offload_optimizer and (copies or not is_divided)
+        is_copied &= not lora.adapted_layers(model)
 
         def write(on_state_read: Callable[[], None]) -> None:
             content: dict[str, Any] = {"held": held, "state": state}
-            if updated is not None:
-                updated.synchronize()
-                content = host_copies(content, device)
-            # Moments in host memory are not copied, and stay the optimizer's own.
-            if has_copies and not offloads:
-                on_state_read()
-            content = shard_transfer.gather(content, ranks)
-            if is_sharded and device.type == "cuda":
+            with in_step():
+                if updated is not None:
+                    updated.synchronize()
+                    # Shards are copied already, or will be one at a time.
+                    content |= host_copies({"state": state} if is_divided else content, device)
+                if is_copied:
+                    on_state_read()
+                content = shard_transfer.gather(content, ranks)
+            if on_gpu and is_sharded:
                 on_state_read()
 
             def write_model(folder: Path) -> dict[Path, Written]:
@@ -123,16 +134,34 @@ class RunCheckpoints:
                 on_state_read=on_state_read,
             )
 
+        # Until rank 0 has their shards, the other ranks wait for it.
+        in_step = ranks.mark_broken_on_error if is_divided else nullcontext
+        with in_step():
+            held = ranks.call_all(held_state.read, learner, step, copies)
+            # The update may still run on the GPU, in this thread's stream, which vLLM may have replaced.
+            updated = torch.cuda.current_stream(device).record_event() if on_gpu else None
+            self.writer.start(step, write)
         copied = [
             value.nbytes
             for value in tree_leaves((held, state), is_leaf=shard_transfer.is_shard)
-            if shard_transfer.is_shard(value) or (isinstance(value, Tensor) and (value.is_cuda or is_sharded))
+            if isinstance(value, Tensor) and (value.is_cuda or is_sharded)
         ]
-        self.writer.start(step, write)
         # Merged, gathered or copied weights take memory that the next step may need.
-        is_large = free_gib is not None and sum(copied) > COPY_SHARE * (free_gib * 2**30 + kept_bytes)
-        if merged or is_large or (ranks.size > 1 and device.type == "cpu"):
+        is_large = not copies if is_divided else sum(copied) > room
+        if merged or is_large or (ranks.size > 1 and not on_gpu):
             self.writer.finish()
+
+    def _room(self) -> float:
+        """Return the bytes of host memory that copies of a checkpoint may take during the next step."""
+        free_gib = available_gib()
+        kept = self._host_copies.nbytes + self._state.parts.learner.host_copies.nbytes
+        return math.inf if free_gib is None else COPY_SHARE * (free_gib * 2**30 + kept)
+
+    def _whole_bytes(self) -> float:
+        """Return the size of weights and moments."""
+        weights = self._state.parts.learner.model.parameters()
+        count: int = sum(weight.numel() for weight in weights)
+        return (4 + MOMENT_BYTES[self._cfg.optimizer.name]) * count
 
     def _training(self) -> model_card.Training:
         try:
