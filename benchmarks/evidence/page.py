@@ -49,8 +49,8 @@ Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)); w
 others collapse, they hold less often. Questions that ask the same in other words are one problem. A
 difference is that to the first arm, on the same seeds and problems. For *responses to a value* the interval
 is over seeds only. *Form* is the share of answers in the right form. *Best of 8* is pass@8: whether any of
-eight answers, sampled at temperature 1, is right. Seconds are those of each command of an arm, with its start
-and its evaluations (without them beside TRL); other programs often shared the machine.
+eight answers, sampled at temperature 1, is right. Seconds are those of each command of an arm, with start and
+evaluations (without them beside TRL); other programs often shared the machine.
 """
 
 

@@ -137,8 +137,8 @@ REVERSAL = _task(
         "inference_model.max_model_len=128",
         "optimizer.lr=2e-5",
     ),
-    "The claim holds. Three of the first five seeds left the reward for form undecided, and two were added; "
-    "five fresh ones decide it alone. That reward comes to 0.010 to 0.797; where it fails, words mostly stay "
+    "The claim holds. Three seeds had left the reward for form undecided, and two were added; five fresh "
+    "ones decide it alone. That reward comes to 0.010 to 0.797; where it fails, words mostly stay "
     "in their order. SFT on 96 written solutions ends above GRPO. Learning rate and length are those of the "
     "needle.",
     seeds=5,
@@ -178,11 +178,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=166",
             "optimizer.lr=2e-5",
         ),
-        "The claim holds, with a fourth seed because three left the random reward undecided, so intervals "
-        "are too narrow. One seed of the random reward came to 0.340 by answering mostly the first name. "
-        "That is right on 0.403 of the problems, and GRPO is above it by +0.084 [+0.015, +0.154]. SFT on "
-        "96 written solutions is above GRPO, also by the fourth seed only, and GRPO after it adds to it. "
-        "Learning rate, length and prompt were chosen on seed 7, with 100 of these problems.",
+        "The claim holds with all eight seeds. Three had left the random reward undecided, and one was "
+        "added; four fresh ones decide it alone, but not the reward for form. Reading is not shown: to "
+        "answer the first name is right on 0.403 of the problems, and GRPO is not above that (+0.033 "
+        "[-0.048, +0.113]). Seeds 8 and 10 answer mostly the first and the last name; the others come to "
+        "0.437 to 0.530. SFT on 96 written solutions is above GRPO, by the fourth seed only, "
+        "and GRPO after it adds to it. Learning rate, length and prompt were chosen on seed 7, with 100 of "
+        "these problems.",
         seeds=4,
         # Not the one on which learning rate and length were chosen.
         fresh=range(8, 12),
@@ -206,9 +208,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=128",
             "optimizer.lr=2e-5",
         ),
-        "Refuted by the first run (seed 1): after eight steps GRPO kept the first number, whatever was "
-        "asked, which is right on 0.413 of these problems; keeping the second is right on 0.477. Other runs "
-        "were left out.",
+        "Refuted by the first run (seed 1): after eight steps GRPO kept the first number, which is right on "
+        "0.413 of these problems; keeping the second is right on 0.477. Other runs were left out.",
         trivial=", or GRPO is not above 0.45, about what keeping the same one of the numbers gives",
     ),
     "multiplication": _task(
@@ -246,7 +247,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=112",
             "optimizer.lr=2e-5",
         ),
-        "The claim holds, with the five seeds that were planned. Learning rate, length and prompt were "
+        "The claim holds with the five planned seeds. Learning rate, length and prompt were "
         "chosen on seed 7, with another example and 100 of these problems. The lead of SFT on 128 written "
         "solutions is undecided. GRPO after it takes some of it back.",
         seeds=5,
