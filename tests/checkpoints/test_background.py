@@ -220,12 +220,19 @@ def test_what_comes_from_a_gpu_is_copied_once_and_stays_tied(
 def test_what_cannot_be_pinned_lies_in_ordinary_memory(
     text: str, is_raised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> torch.Tensor:
+    tried, emptied = list[object](), list[bool]()
+
+    def refuse(*shape: object, **__: object) -> torch.Tensor:
+        tried.append(shape)
         raise RuntimeError(text)
 
     with PretendedCuda():
         tensor, copies = torch.arange(6.0).to("cuda"), HostCopies()
         monkeypatch.setattr(torch, "empty", refuse)
-        with pytest.raises(RuntimeError, match=text) if is_raised else contextlib.nullcontext():
-            assert copies([tensor], torch.device("cuda:0"))[0].tolist() == [0, 1, 2, 3, 4, 5]
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(True))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=text) if is_raised else contextlib.nullcontext():
+                assert copies([tensor], torch.device("cuda:0"))[0].tolist() == [0, 1, 2, 3, 4, 5]
         assert copies.nbytes == 0
+        # It is not tried again, and what was pinned before goes back.
+        assert (len(tried), len(emptied)) == ((2, 0) if is_raised else (1, 1))

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 
 from torchrl_grpo.errors import first_line
@@ -98,10 +99,14 @@ class BackgroundWriter:
             if error is not None:
                 raise error
 
-    def wait(self) -> None:
-        """Wait for the end of the write. Its error is for those who wait for what it wrote."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for the end of the write. Its error is for those who wait for what it wrote.
+
+        Args:
+            limit_s: seconds after which it is left alone; None for no limit.
+        """
         if self._write is not None:
-            self._write.exception()
+            futures.wait([self._write], limit_s)
 
     def close(self) -> None:
         """Wait for the end of a write that is still under way, as another error or an interrupt ends the run.

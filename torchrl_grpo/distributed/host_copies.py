@@ -28,6 +28,7 @@ class HostCopies:
     def __init__(self, processes: int = 1) -> None:
         self._share = COPY_SHARE / processes
         self._kept: list[Tensor] = []
+        self._can_pin = True
 
     @property
     def nbytes(self) -> int:
@@ -45,10 +46,7 @@ class HostCopies:
         """
         on_gpu = {_key(tensor): tensor for tensor in tree_leaves(content) if _is_on_gpu(tensor)}
         if list(map(_layout, self._kept)) != list(map(_layout, on_gpu.values())):
-            if self._kept:
-                self._kept = []
-                # Torch would keep it, and what is free would look like less.
-                torch._C._host_emptyCache()
+            self.free()
             self._kept = self._pinned(list(on_gpu.values()))
         # In a stream of its own a copy neither waits for the work that is queued nor delays it.
         with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -60,10 +58,18 @@ class HostCopies:
         by_key = dict(zip(on_gpu, copies, strict=True))
         return tree_map_only(Tensor, lambda tensor: by_key.get(_key(tensor), tensor), content)
 
+    def free(self) -> None:
+        """Free the memory that is kept."""
+        if self._kept:
+            self._kept = []
+            # Torch would keep it, and what is free would look like less.
+            torch._C._host_emptyCache()
+
     def _pinned(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return pinned memory for tensors; nothing if the host has too little."""
         free = available_gib()
-        if free is not None and sum(map(_pinned_bytes, tensors)) > self._share * free * 2**30:
+        is_large = free is not None and sum(map(_pinned_bytes, tensors)) > self._share * free * 2**30
+        if is_large or not self._can_pin:
             return []
         try:
             return [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
@@ -71,7 +77,10 @@ class HostCopies:
             # Some systems allow little of it.
             if not ran_out_of_memory(error):
                 raise
-            return []
+        # Here, where the error no longer holds those that were made.
+        self._can_pin = False
+        torch._C._host_emptyCache()
+        return []
 
 
 def _is_on_gpu(value: object) -> bool:

@@ -6,6 +6,9 @@ that reading it runs code, and no other program reads such a folder as a model.
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +31,6 @@ class Shard(NamedTuple):
 
     rows: Tensor
     shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.shape.numel() * self.rows.element_size()
 
 
 def own_part(tensor: Tensor, rows: Tensor | None = None) -> Tensor | Shard:
@@ -65,7 +63,17 @@ def send(content: Any, ranks: Ranks) -> None:
     """
     for shard in tree_leaves(content, is_leaf=is_shard):
         if is_shard(shard) and shard.rows.numel():
-            dist.send(shard.rows.cpu().contiguous(), dst=0, group=ranks.beside)
+            dist.send(_on_host(shard.rows), dst=0, group=ranks.beside)
+
+
+def _on_host(rows: Tensor) -> Tensor:
+    try:
+        return rows.cpu().contiguous()
+    except (RuntimeError, MemoryError):
+        # Rank 0 waits for these rows. It learns only from the end of this process that they do not come.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def gather(content: Any, ranks: Ranks) -> Any:

@@ -37,7 +37,10 @@ def read(learner: Learner, step: int, copies: bool) -> dict[str, Any]:
         if learner.device.type == "cuda":
             # The update may still run in this thread's stream, which vLLM may have replaced.
             torch.cuda.current_stream(learner.device).record_event().synchronize()
-            held = learner.host_copies(held, learner.device) if copies else held
+            if copies:
+                held = learner.host_copies(held, learner.device)
+            else:
+                learner.host_copies.free()
         if not learner.ranks.is_main:
             learner.sender.start(step, lambda has_read: shard_transfer.send(held, learner.ranks))
     return held

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from torchrl_grpo.training.session import Session
 
 
+# Seconds in which rank 0 takes the shards of its last checkpoint from a rank that has failed.
+_LAST_SHARDS_S = 600.0
+
+
 def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """Train as ``cfg`` says, and write to ``run_dir``.
 
@@ -149,11 +153,13 @@ def follow() -> None:
         torch.cuda.set_device(device)
     with screen.libraries_to_log(log):
         learner = Learner(spec, device, ranks=ranks, notify=lambda text: None)
+        # Rank 0 may still need the shards of its last checkpoint.
         try:
             ranks.follow(learner)
-        finally:
-            # Rank 0 may still need the shards of its last checkpoint.
-            learner.sender.wait()
+        except BaseException:
+            learner.sender.wait(_LAST_SHARDS_S)
+            raise
+        learner.sender.wait()
     # As Session.close() does: a sweep's next job needs the memory.
     del learner
     release_freed_memory()

@@ -35,6 +35,7 @@ from torchrl_grpo.distributed.parallelism import sharded
 from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.models import lora, model_card, saving
 from torchrl_grpo.observe.metrics import METRICS, read_jsonl
+from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.files.direct_file import Written
 from torchrl_grpo.runtime.hardware import available_gib
 from torchrl_grpo.training import held_state
@@ -92,7 +93,8 @@ class RunCheckpoints:
         on_gpu, is_sharded = device.type == "cuda", sharded(learner.network)
         is_divided = isinstance(learner.network, FSDPModule)
         # The whole tensors, and copies of all shards, of which pinned ones take up to twice their size.
-        copies = 3 * self._whole_bytes() <= room
+        whole_bytes = self._whole_bytes()
+        copies = 3 * whole_bytes <= room
         training, base = self._training(), self._base
         best_step = self._state.counters.best_step if cfg.train.keep_best else None
         # What is in host memory stays the optimizer's own.
@@ -147,14 +149,18 @@ class RunCheckpoints:
             if isinstance(value, Tensor) and (value.is_cuda or is_sharded)
         ]
         # Merged, gathered or copied weights take memory that the next step may need.
-        is_large = not copies if is_divided else sum(copied) > room
+        is_large = (whole_bytes if is_divided else sum(copied)) > room
         if merged or is_large or (ranks.size > 1 and not on_gpu):
             self.writer.finish()
+        elif is_divided and not copies:
+            # The threads copy from the GPUs, which would wait for the next step.
+            self.writer.wait_until_read()
 
     def _room(self) -> float:
         """Return the bytes of host memory that copies of a checkpoint may take during the next step."""
         free_gib = available_gib()
-        kept = self._host_copies.nbytes + self._state.parts.learner.host_copies.nbytes
+        shards = self._state.parts.learner.host_copies.nbytes * rank_env.local_world_size()
+        kept = self._host_copies.nbytes + shards
         return math.inf if free_gib is None else COPY_SHARE * (free_gib * 2**30 + kept)
 
     def _whole_bytes(self) -> float:
