@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batches import FixedScorer, make_batch, make_model, make_objective, no_budget, split
+from pretended_cuda import PretendedCuda
 from rounding import EQUAL, EXACT, assert_rounds_alike, float64
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import LRSchedule
 from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.models.precision import cast_weights_once
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
@@ -291,11 +293,31 @@ def test_a_step_casts_each_weight_once_and_its_gradients_are_those_of_casts_in_e
     count, split_up = gradients(3)
     assert count == once > 0
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer_step, "cast_weights_once", lambda device: nullcontext())
+        patch.setattr(optimizer_step, "cast_weights_once", lambda device, passes: nullcontext())
         count, plain = gradients(3)
     assert count == 3 * once
     assert len(split_up) == len(plain) == len(expected)
     assert all(map(torch.equal, split_up, plain))
+
+
+@pytest.mark.parametrize(
+    ("device", "pieces", "is_kept"), [("cpu", 1, True), ("cuda", 1, False), ("cuda", 3, True)]
+)
+def test_a_gpu_keeps_cast_weights_for_several_micro_batches_only(
+    device: str, pieces: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts: list[object] = []
+
+    def kept(*args: Any) -> Any:
+        contexts.append(cast_weights_once(*args))
+        return contexts[-1]
+
+    monkeypatch.setattr(optimizer_step, "cast_weights_once", kept)
+    with PretendedCuda() if device == "cuda" else nullcontext():
+        model = make_model().to(device)
+        loss, _ = make_objective(TokenScorer(model))
+        make_step(model, loss, num_pieces=pieces)(make_batch(P=4, G=4))
+    assert [isinstance(context, torch.autocast) for context in contexts] == [is_kept]
 
 
 @pytest.mark.usefixtures("float64")

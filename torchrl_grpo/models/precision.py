@@ -48,15 +48,20 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
     return torch.autocast(device.type, dtype=dtype, cache_enabled=torch.is_grad_enabled())
 
 
-def cast_weights_once(device: torch.device) -> AbstractContextManager[object]:
+def cast_weights_once(device: torch.device, passes: int) -> AbstractContextManager[object]:
     """Return a context in which autocast casts each trained weight once, and not once a micro-batch.
 
     Weights must not change in it, and every forward pass in it must have gradients: a copy that was made
-    without them would be reused where they are needed. On a GPU it has no effect, because the copies would
-    also take memory in the backward pass.
+    without them would be reused where they are needed.
+
+    Args:
+        device: device of the weights.
+        passes: number of micro-batches. For one on a GPU the context has no effect, because the copies would
+            lie beside all gradients. With several they do so at the start of the second backward pass anyway.
     """
     # The outermost context empties autocast's cache at its end. It does not enable autocast.
-    return torch.autocast(device.type, enabled=False) if device.type == "cpu" else nullcontext()
+    is_used = device.type == "cpu" or passes > 1
+    return torch.autocast(device.type, enabled=False) if is_used else nullcontext()
 
 
 def choose_kernels() -> None:

@@ -144,8 +144,9 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     # micro-batches are already there at its start.
     earlier = trained if load.several_micro_batches else 0.0
     backward_start = earlier + head, kept + copies + masks + max(work, blocks)
-    # On one rank on a CPU, copies of the weights are kept for all micro-batches.
-    cast = copies if device == "cpu" and plan.num_ranks == 1 and not lora else 0.0
+    # On one rank, copies of the weights are kept for all micro-batches; on a GPU if there are several.
+    keeps_copies = plan.num_ranks == 1 and not lora and (device == "cpu" or load.several_micro_batches)
+    cast = copies if keeps_copies else 0.0
     backward_end = trained + head, cast + work
     gradients, live = max(backward_start, backward_end, key=sum)
     names = role.devices

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -251,12 +250,16 @@ class OptimizerStep:
             return _to_terms(terms, loss, weight)
 
         samples = groups["advantage"].shape[1]
-        pieces = split_evenly(len(rows), samples, self.num_pieces, self.groups_per_batch)
-
-        # Several ranks may gather weights for each pass, and free them.
-        alone = self.ranks.size == 1
-        with cast_weights_once(self.parameters[0].device) if alone else nullcontext():
-            return self._run_micro_batches(groups, rows, process, pieces)
+        pieces = [
+            MicroBatch(tuple(rows[place] for place in piece.rows), piece.samples)
+            for piece in split_evenly(len(rows), samples, self.num_pieces, self.groups_per_batch)
+        ]
+        if self.ranks.size > 1:
+            # They may gather weights for each pass, and free them.
+            return self._run_micro_batches(groups, process, pieces)
+        passes = len(self.budget.split(groups, pieces))
+        with cast_weights_once(self.parameters[0].device, passes):
+            return self._run_micro_batches(groups, process, pieces)
 
     @torch.no_grad()
     def _forward_only(self, groups: TensorDictBase, rows: Sequence[int], totals: BatchTotals) -> list[Terms]:
@@ -265,22 +268,19 @@ class OptimizerStep:
             return _to_terms(output, _total(output), weight)
 
         with reshard_after(self.network):
-            whole = MicroBatch(tuple(range(len(rows))), slice(None))
-            return self._run_micro_batches(groups, rows, process, [whole])
+            return self._run_micro_batches(groups, process, [MicroBatch(tuple(rows), slice(None))])
 
     def _run_micro_batches(
         self,
         groups: TensorDictBase,
-        rows: Sequence[int],
         process: Callable[..., Terms],
         pieces: Sequence[MicroBatch],
     ) -> list[Terms]:
-        """Split pieces of ``groups[rows]`` into micro-batches of ``groups``, and call ``process`` on each.
+        """Split pieces of ``groups`` into micro-batches, and call ``process`` on each.
 
         The token budget splits pieces that are too large. Passes through the model are collective: a rank
         with fewer micro-batches than another runs a dummy micro-batch with a weight of zero.
         """
-        pieces = [MicroBatch(tuple(rows[place] for place in piece.rows), piece.samples) for piece in pieces]
         if self.ranks.size == 1:
             return self.budget.run(groups, process, self.backend.zero_grad, pieces)
         micro_batches = self.budget.split(groups, pieces)
