@@ -49,7 +49,8 @@ Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)); w
 others collapse, they hold less often. Questions that ask the same in other words are one problem. A
 difference is that to the first arm, on the same seeds and problems. For *responses to a value* the interval
 is over seeds only. *Form* is the share of answers in the right form. *Best of 8* is pass@8: whether any of
-eight answers, sampled at temperature 1, is right. Seconds are those of each command of an arm, with start and
+eight answers, sampled at temperature 1, is right. *No model* marks policies that answer without one.
+Seconds are those of each command of an arm, with start and
 evaluations (without them beside TRL); other programs often shared the machine.
 """
 
@@ -63,11 +64,11 @@ _PUBLISHED_HEAD = """# Results on IFEval and GSM8K
 
 What a model of 135M parameters learns on two published benchmarks, under limits that make these numbers no
 scores of the benchmarks; each section names them. Commands, intervals, columns and what refutes a claim are
-as in [results](results.md). `--data DATA` takes a local copy. Rows with *no model* are policies that answer
-without one. The second table has IFEval's [four scores](ifeval.md#scores): how much each arm raises them.
-*Beyond other prompts* is how much more responses follow their own prompts than those of other problems
-(prompt strict). *Without repetition* does not count responses with fewer than five different words, or in
-which a line or sequences of four words are mostly repeats.
+as in [results](results.md). `--data DATA` takes a local copy. The second table has IFEval's
+[four scores](ifeval.md#scores): how much each arm raises them. *Beyond other prompts* is how much more
+responses follow their own prompts than those of other problems (prompt strict). *Without repetition* does not
+count responses with fewer than five different words, or in which a line or sequences of four words are mostly
+repeats.
 """
 _COMPARISONS_HEAD = """# Comparisons
 

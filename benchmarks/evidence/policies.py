@@ -96,6 +96,11 @@ def weights(run: Path, ids: Sequence[str], names: Sequence[str]) -> dict[str, li
         return {name: [round(weighed[name]) for weighed in each] for name in names}
 
 
+def question_of(prompt: str) -> str:
+    """Return the last turn of a user in a prompt of SmolLM2's template; the whole prompt of another one."""
+    return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>")[0]
+
+
 def _dealt(responses: Sequence[str], grade: Grade) -> list[float]:
     shifts = [number * len(responses) // (_OTHERS + 1) for number in range(1, _OTHERS + 1)]
     each = [grade([*responses[shift:], *responses[:shift]]) for shift in shifts]

@@ -174,14 +174,9 @@ def _graded(rows: Sequence[dict[str, Any]], shape: str) -> dict[str, tuple[float
 def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the first questions of an evaluation, each with a response before and after training."""
     responses = [{row["id"]: row["response"] for row in rows} for rows in (before, after)]
-    questions = {row["id"]: _question(row["prompt"]) for row in before}
+    questions = {row["id"]: policies.question_of(row["prompt"]) for row in before}
     first = list(questions)[:_SAMPLES]
     return [[questions[id], *(each[id] for each in responses)] for id in first]
-
-
-def _question(prompt: str) -> str:
-    """Return the last turn of a user in a prompt of SmolLM2's template; the whole prompt of another one."""
-    return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>")[0]
 
 
 def save_responses(name: str, runs: Sequence[Path], folder: Path = RESPONSES) -> None:

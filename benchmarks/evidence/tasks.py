@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.evidence.experiment import NO_RISE, Experiment
+from benchmarks.evidence.policies import Policy, question_of
 from benchmarks.learning import EXPERIMENTS as _LEARNING
 from benchmarks.learning import Stage
 
@@ -30,6 +31,7 @@ def _task(
     fresh: Sequence[int] = (),
     trivial: str = "",
     samples: int = 16,
+    policies: Mapping[str, Policy] | None = None,
 ) -> Experiment:
     """Return GRPO on a task of reasoning_gym beside its controls.
 
@@ -49,6 +51,7 @@ def _task(
         fresh: see :class:`Experiment`.
         trivial: further criterion, what a policy that ignores the question comes to; empty for none.
         samples: responses to each prompt. Many to few prompts where these take most of the time of a step.
+        policies: see :class:`Experiment`; None for none.
     """
     common = (
         "--config-name=grpo_quickstart",
@@ -81,7 +84,12 @@ def _task(
         fresh=fresh,
         once=(f"eval.pass_at_k={_BEST_OF}", "eval.temperature=1.0"),
         contrasts=(("SFT, then GRPO", "SFT"),),
+        policies={} if policies is None else policies,
     )
+
+
+def _first_name(prompt: str) -> str:
+    return question_of(prompt).split()[0]
 
 
 def control_arms(
@@ -179,15 +187,15 @@ EXPERIMENTS: dict[str, Experiment] = {
             "optimizer.lr=2e-5",
         ),
         "The claim holds with all eight seeds. Three had left the random reward undecided, and one was "
-        "added; four fresh ones decide it alone, but not the reward for form. Reading is not shown: to "
-        "answer the first name is right on 0.403 of the problems, and GRPO is not above that (+0.033 "
-        "[-0.048, +0.113]). Seeds 8 and 10 answer mostly the first and the last name; the others come to "
-        "0.437 to 0.530. SFT on 96 written solutions is above GRPO, by the fourth seed only, "
-        "and GRPO after it adds to it. Learning rate, length and prompt were chosen on seed 7, with 100 of "
-        "these problems.",
+        "added; four fresh ones decide it alone, but not the reward for form. Reading is not shown: a policy "
+        "that answers the first name comes to as much. Seeds 8 and 10 answer mostly the first and the last "
+        "name; the others come to 0.437 to 0.530. SFT on 96 written solutions is above GRPO, by the fourth "
+        "seed only, and GRPO after it adds to it. Learning rate, length and prompt were chosen on seed 7, "
+        "with 100 of these problems.",
         seeds=4,
         # Not the one on which learning rate and length were chosen.
         fresh=range(8, 12),
+        policies={"the first name": _first_name},
     ),
     "reversal": REVERSAL,
     "filter": _task(

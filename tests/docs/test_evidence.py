@@ -471,7 +471,7 @@ def test_a_record_has_the_grades_before_and_after(tmp_path: Path) -> None:
     assert (record["formed"], record["seconds"], record["steps"]) == ([1.0, 0.75], [9], [0, 4])
     assert record["passes"] == [0.5, 1.0]
     first, second = record["samples"]
-    assert records._question("<|im_start|>user\none<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n") == "two"
+    assert policies.question_of("<|im_start|>user\none<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n") == "two"
     assert first == ["prompt of p", "run p 0 0", "run p 4 0"] and second[0] == "prompt of q"
     published = of_arms("GRPO", keeps_samples=False)
     assert "samples" not in records.read_record(published, "GRPO", 1, [run], run)
