@@ -270,6 +270,13 @@ def test_a_policy_is_graded_as_the_model_of_a_run_on_the_same_problems(tmp_path:
     assert graded["even"][0] == [1.0 - addend[id] % 2 for id in ids]
 
 
+def test_the_first_name_is_that_of_the_last_question() -> None:
+    prompt = (
+        "Ada likes tea.\nWho likes tea?<|im_end|>\n<|im_start|>user\nTom mends socks. Zoe runs.\nWho runs?"
+    )
+    assert EXPERIMENTS["needle"].policies["the first name"](prompt) == "Tom"
+
+
 def test_a_calculation_is_repeated_with_its_first_number() -> None:
     answers = [
         published._first_number(f"A solution.\nIt is {end}") for end in ("12-2=", "$1.5*4=", "(3+1)*2=")
