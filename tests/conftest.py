@@ -142,9 +142,12 @@ def pytest_report_header() -> str:
 def number_format(request: pytest.FixtureRequest) -> str:
     """``float32`` or ``bfloat16`` for a whole run, drawn from the test's name and ``TEST_SEED``.
 
-    Tests that compare numbers to rounding say so with the marker ``float32``.
+    Tests that compare numbers to rounding say so with the marker ``float32``. Processors without fast
+    products in bfloat16 compute in float32.
     """
-    if request.node.get_closest_marker("float32") is not None:
+    from processors import multiplies_in_bfloat16
+
+    if request.node.get_closest_marker("float32") is not None or not multiplies_in_bfloat16():
         return "float32"
     return ("float32", "bfloat16")[zlib.crc32(f"{TEST_SEED} {request.node.nodeid}".encode()) % 2]
 

@@ -55,6 +55,8 @@ MIXED = {
     "llama in bfloat16, float32 head": "llama",
     "gemma3 in bfloat16, an idle step": "gemma3",
 }
+# One process in micro-batches of a group each, which shows whether numbers depend on the division here.
+DIVIDED = "llama in bfloat16, float32 head, in small micro-batches"
 
 
 def batch_of(case: str, step: int = 1) -> TensorDict:
@@ -78,14 +80,15 @@ def batch_of(case: str, step: int = 1) -> TensorDict:
 def build(
     case: str, kind: str, ranks: Ranks, loads_parked: bool = False
 ) -> tuple[OptimizerStep, torch.nn.Module]:
-    family, tokens, policy = CASES["llama" if case == COMPILED else MIXED.get(case, case)]
+    family, tokens, policy = CASES["llama" if case in (COMPILED, DIVIDED) else MIXED.get(case, case)]
+    tokens = 30 if case == DIVIDED else tokens
     model = make_model(family)
     if "checkpointed" in case:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     scorer = TokenScorer(
         model,
-        autocast_dtype=torch.bfloat16 if case in MIXED else None,
+        autocast_dtype=torch.bfloat16 if case in (*MIXED, DIVIDED) else None,
         head_dtype=torch.float32 if "float32 head" in case else None,
     )
     if case == COMPILED:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from forked import ForkedPopen, preload_vllm, run_script
+from processors import multiplies_in_bfloat16
 from run_files import payload
 
 from torchrl_grpo.tools import verify_resume
@@ -33,8 +34,6 @@ SMALL = (
 
 # What engine and trainer may differ by in nats, on average.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}
-BFLOAT16_ROUNDING = ROUNDING["bfloat16"]
-BFLOAT16 = ("inference_model.dtype=bfloat16", "train_model.autocast=bf16")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -51,6 +50,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
 ) -> None:
     data = shared_data / "gsm8k" if shared_data is not None else write_gsm8k(tmp_path / "gsm8k")
     write_brevity(tmp_path)
+    numbers, autocast = ("bfloat16", "bf16") if multiplies_in_bfloat16() else ("float32", "no")
     # Another directory than the checkout, and a path relative to it.
     command = [
         sys.executable,
@@ -62,23 +62,24 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
         "reward.functions={brevity: own.py:brevity}",
         "reward.weights={gsm8k: 1.0, format: 0.1, math_verify: 0.5, brevity: 1.0}",
         # As on every GPU, with a rate that moves weights far from those that bfloat16 was made of.
-        *BFLOAT16,
+        f"inference_model.dtype={numbers}",
+        f"train_model.autocast={autocast}",
         "optimizer.lr=1e-4",
         "policy.kl_coef=0.01",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed
-    assert "272 tensors in the engine equal the trainer's in bfloat16" in printed
+    assert f"272 tensors in the engine equal the trainer's in {numbers}" in printed
     run = tmp_path / "run"
     metrics = lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert {"eval/strict", "eval/flexible", "eval/accuracy_low"} <= metrics[0].keys()
-    assert all(line["publish/logprob_diff_mean"] < BFLOAT16_ROUNDING for line in metrics[1:])
+    assert all(line["publish/logprob_diff_mean"] < ROUNDING[numbers] for line in metrics[1:])
     assert all(line["optimizer/grad_norm"] is not None for line in metrics[1:])
     # The reference is the starting point: nothing but rounding at first, more after updates.
     divergences = [line["kl/reference"] for line in metrics[1:]]
-    assert divergences[0] == pytest.approx(0.0, abs=BFLOAT16_ROUNDING / 10) and divergences[1] > 0
+    assert divergences[0] == pytest.approx(0.0, abs=ROUNDING[numbers] / 10) and divergences[1] > 0
     rollouts = lines(run / "rollouts.jsonl")
     assert len(rollouts) == 16
     assert {"gsm8k", "format", "math_verify", "brevity"} <= rollouts[0]["rewards"].keys()
