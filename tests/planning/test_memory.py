@@ -775,6 +775,36 @@ def test_processors_that_compute_fast_in_bfloat16(
     assert not hardware.cpu_has_fast_bfloat16(tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("flags", "lacks"),
+    [
+        ("sse4_2 avx2", True),
+        ("avx2 avx512f avx512bw", False),
+        ("avx2 avx_ne_convert", False),
+        ("asimd", False),
+    ],
+)
+def test_a_run_in_16_bits_says_that_the_processor_is_slow_in_them(
+    flags: str,
+    lacks: bool,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    assert hardware.cpu_lacks_16_bits(tmp_path / "cpuinfo") is lacks
+    monkeypatch.setattr(hardware, "cpu_lacks_16_bits", lambda: lacks)
+    cfg = config(train_model__autocast="bf16", inference_model__dtype="bfloat16")
+    cfg.model.name = str(tiny_model_dir)
+    advice = "train_model.autocast=auto inference_model.dtype=auto takes float32"
+    for prepare in (preflight.report, preflight.announce):
+        prepare(cfg, False)
+        assert (advice in capsys.readouterr().out) == lacks
+    preflight.announce(config(model__name=str(tiny_model_dir)), False)
+    assert "speed:" not in capsys.readouterr().out
+
+
 def test_a_processor_is_named_by_its_model_or_by_its_architecture(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: AMD EPYC\nmodel name\t: AMD EPYC\n")
     assert hardware.processor(tmp_path / "cpuinfo") == "AMD EPYC"

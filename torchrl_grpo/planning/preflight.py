@@ -142,7 +142,7 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
     planned = make(cfg, asynchronous, hardware_module.present())
     _check_build(planned)
     check_memory(planned)
-    lines = [*planned.peaks(), *hints(planned)]
+    lines = [*planned.peaks(), *hints(planned), *_slow_formats(planned)]
     sys.stdout.write(planned.plan.table() + "".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     return planned.plan
@@ -171,7 +171,7 @@ def report(
     sys.stdout.write("".join(f"{line}\n" for line in planned.peaks()))
     sys.stdout.flush()
     check_memory(planned)
-    sys.stdout.write("".join(f"{line}\n" for line in hints(planned)))
+    sys.stdout.write("".join(f"{line}\n" for line in (*hints(planned), *_slow_formats(planned))))
     sys.stdout.write(compare(planned, [plan for plan in (planned.other, other) if plan is not None]))
 
 
@@ -227,6 +227,23 @@ def hints(planned: Planned) -> list[str]:
         return []
     advice = " or ".join(_advice(planned, mild=True))
     return [f"memory: the longest texts may not fit; {advice} takes less"] if advice else []
+
+
+def _slow_formats(planned: Planned) -> list[str]:
+    """Return advice to compute in float32 if this processor is slow in the chosen formats."""
+    trained, engine, plan = planned.cfg.train_model, planned.cfg.inference_model, planned.plan
+    chosen = {
+        "train_model.autocast": trained.autocast in ("bf16", "fp16") and "cpu" in plan.train.devices,
+        "inference_model.dtype": engine.dtype in ("bfloat16", "float16") and "cpu" in plan.inference.devices,
+    }
+    keys = [key for key, is_slow in chosen.items() if is_slow]
+    if not keys or not hardware_module.cpu_lacks_16_bits():
+        return []
+    instead = " ".join(f"{key}=auto" for key in keys)
+    return [
+        "speed: this processor has no AVX-512, without which products in 16 bits take at least ten times as "
+        f"long as in float32; {instead} takes float32"
+    ]
 
 
 def _shortage(planned: Planned) -> tuple[str, object, str] | None:
