@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,29 @@ from torchrl_grpo.training.state import SessionState
 
 # Entry of the state with tensors that only a refresh of the reference changes.
 _REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What a checkpoint is written from.
+
+    Attributes:
+        step: number of the step after which it was taken.
+        held: what an update changes, as this rank holds it.
+        state: the rest of the run's state.
+        updated: event of the GPU after which both are those of the step; None on a CPU.
+        has_copies: whether tensors of a GPU are copied before the next update changes them.
+        best_step: step of the best checkpoint so far; None if it is not kept.
+        write_card: writes the model card of the step into a folder.
+    """
+
+    step: int
+    held: dict[str, Any]
+    state: dict[str, Any]
+    updated: torch.cuda.Event | None
+    has_copies: bool
+    best_step: int | None
+    write_card: Callable[[Path], None]
 
 
 class RunCheckpoints:
@@ -83,78 +107,90 @@ class RunCheckpoints:
             )
         # Before anything is gathered, so that there is one copy at a time.
         self.writer.finish()
-        cfg, model, tokenizer, device = self._cfg, learner.model, self._state.parts.tokenizer, learner.device
-        merged, ranks, host_copies = cfg.checkpoint.export_merged, learner.ranks, self._host_copies
-        room, memo = self._room(), dict[int, Any]()
+        room, whole_bytes = self._room(), self._whole_bytes()
+        is_divided = isinstance(learner.network, FSDPModule)
+        # The whole tensors, and copies of all shards, of which pinned ones take up to twice their size.
+        copies = 3 * whole_bytes <= room
+        on_gpu, memo = learner.device.type == "cuda", dict[int, Any]()
         state = {
             name: value if name == _REFERENCE else copy.deepcopy(value, memo)
             for name, value in self._state.state_dict().items()
         }
-        on_gpu, is_sharded = device.type == "cuda", sharded(learner.network)
-        is_divided = isinstance(learner.network, FSDPModule)
-        # The whole tensors, and copies of all shards, of which pinned ones take up to twice their size.
-        whole_bytes = self._whole_bytes()
-        copies = 3 * whole_bytes <= room
-        training, base = self._training(), self._base
-        best_step = self._state.counters.best_step if cfg.train.keep_best else None
-        # What is in host memory stays the optimizer's own.
-        is_copied = on_gpu and not self._state.parts.plan.offload_optimizer and (copies or not is_divided)
-        is_copied &= not lora.adapted_layers(model)
-
-        def write(on_state_read: Callable[[], None]) -> None:
-            content: dict[str, Any] = {"held": held, "state": state}
-            with in_step():
-                if updated is not None:
-                    updated.synchronize()
-                    # Shards are copied already, or will be one at a time.
-                    content |= host_copies({"state": state} if is_divided else content, device)
-                if is_copied:
-                    on_state_read()
-                content = shard_transfer.gather(content, ranks)
-            if on_gpu and is_sharded:
-                on_state_read()
-
-            def write_model(folder: Path) -> dict[Path, Written]:
-                written = saving.save(model, tokenizer, folder, weights=content["held"]["weights"])
-                model_card.write(folder, cfg, base, training)
-                return written
-
-            def write_merged(folder: Path) -> dict[Path, Written]:
-                saving.save_merged(model, tokenizer, folder)
-                model_card.write(folder, cfg, base, training)
-                return {}
-
-            checkpoint.save(
-                self._run_dir,
-                step,
-                cfg=cfg,
-                write_model=write_model,
-                state={**content["state"], "optimise": content["held"]["optimise"]},
-                keep=cfg.checkpoint.keep,
-                best_step=best_step,
-                write_merged=write_merged if merged else None,
-                on_state_read=on_state_read,
-            )
-
+        write_card = partial(model_card.write, cfg=self._cfg, base=self._base, training=self._training())
         # Until rank 0 has their shards, the other ranks wait for it.
-        in_step = ranks.mark_broken_on_error if is_divided else nullcontext
-        with in_step():
-            held = ranks.call_all(held_state.read, learner, step, copies)
-            # The update may still run on the GPU, in this thread's stream, which vLLM may have replaced.
-            updated = torch.cuda.current_stream(device).record_event() if on_gpu else None
-            self.writer.start(step, write)
+        with learner.ranks.mark_broken_on_error() if is_divided else nullcontext():
+            snapshot = _Snapshot(
+                step,
+                held=learner.ranks.call_all(held_state.read, learner, step, copies),
+                state=state,
+                # The update may still run on the GPU, in this thread's stream, which vLLM may have replaced.
+                updated=torch.cuda.current_stream(learner.device).record_event() if on_gpu else None,
+                has_copies=copies or not is_divided,
+                best_step=self._state.counters.best_step if self._cfg.train.keep_best else None,
+                write_card=write_card,
+            )
+            self.writer.start(step, partial(self._write, snapshot))
+        is_sharded = sharded(learner.network)
         copied = [
             value.nbytes
-            for value in tree_leaves((held, state), is_leaf=shard_transfer.is_shard)
+            for value in tree_leaves((snapshot.held, state), is_leaf=shard_transfer.is_shard)
             if isinstance(value, Tensor) and (value.is_cuda or is_sharded)
         ]
         # Merged, gathered or copied weights take memory that the next step may need.
         is_large = (whole_bytes if is_divided else sum(copied)) > room
-        if merged or is_large or (ranks.size > 1 and not on_gpu):
+        if self._cfg.checkpoint.export_merged or is_large or (learner.ranks.size > 1 and not on_gpu):
             self.writer.finish()
         elif is_divided and not copies:
             # The threads copy from the GPUs, which would wait for the next step.
             self.writer.wait_until_read()
+
+    def _write(self, snapshot: _Snapshot, on_state_read: Callable[[], None]) -> None:
+        """Write a checkpoint, in the thread of the writer."""
+        cfg, model, tokenizer = self._cfg, self._state.parts.learner.model, self._state.parts.tokenizer
+        content = self._gather(snapshot, on_state_read)
+
+        def write_model(folder: Path) -> dict[Path, Written]:
+            written = saving.save(model, tokenizer, folder, weights=content["held"]["weights"])
+            snapshot.write_card(folder)
+            return written
+
+        def write_merged(folder: Path) -> dict[Path, Written]:
+            saving.save_merged(model, tokenizer, folder)
+            snapshot.write_card(folder)
+            return {}
+
+        checkpoint.save(
+            self._run_dir,
+            snapshot.step,
+            cfg=cfg,
+            write_model=write_model,
+            state={**content["state"], "optimise": content["held"]["optimise"]},
+            keep=cfg.checkpoint.keep,
+            best_step=snapshot.best_step,
+            write_merged=write_merged if cfg.checkpoint.export_merged else None,
+            on_state_read=on_state_read,
+        )
+
+    def _gather(self, snapshot: _Snapshot, on_state_read: Callable[[], None]) -> dict[str, Any]:
+        """Return ``"held"`` and ``"state"`` of a snapshot in host memory, whole."""
+        learner = self._state.parts.learner
+        is_divided = isinstance(learner.network, FSDPModule)
+        content: dict[str, Any] = {"held": snapshot.held, "state": snapshot.state}
+        # What is in host memory stays the optimizer's own.
+        is_copied = snapshot.has_copies and not self._state.parts.plan.offload_optimizer
+        is_copied &= not lora.adapted_layers(learner.model)
+        with learner.ranks.mark_broken_on_error() if is_divided else nullcontext():
+            if snapshot.updated is not None:
+                snapshot.updated.synchronize()
+                # Shards are copied already, or will be one at a time.
+                changing = {"state": snapshot.state} if is_divided else content
+                content |= self._host_copies(changing, learner.device)
+                if is_copied:
+                    on_state_read()
+            content = shard_transfer.gather(content, learner.ranks)
+        if snapshot.updated is not None and sharded(learner.network):
+            on_state_read()
+        return content
 
     def _room(self) -> float:
         """Return the bytes of host memory that copies of a checkpoint may take during the next step."""
