@@ -24,7 +24,7 @@ from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.runtime.files.run_records import DAMAGED, newest_record, read_yaml
 from torchrl_grpo.runtime.files.shared_files import read_small, replace
 from torchrl_grpo.runtime.hardware import processor
-from torchrl_grpo.runtime.package_versions import versions
+from torchrl_grpo.runtime.package_versions import commit, versions
 
 RECORD = Path(".hydra/about.json")
 _ENTRIES: Mapping[str, type] = {"plan": str, "versions": dict, "machine": str, "started": str, "right": dict}
@@ -43,10 +43,14 @@ def record(run_dir: Path, cfg: Config, plan: str) -> None:
     """
     path = run_dir / RECORD
     path.parent.mkdir(parents=True, exist_ok=True)
+    known_commit = commit()
     threshold = 1.0 if cfg.eval.threshold is None else cfg.eval.threshold
     entries = {
         "plan": plan,
-        "versions": versions("ray", "accelerate", "datasets"),
+        "versions": {
+            **versions("ray", "accelerate", "datasets"),
+            **({} if known_commit is None else {"commit": known_commit}),
+        },
         "machine": f"{platform.system()} {platform.release()}, {os.cpu_count()} cores of {processor()}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         # Which responses count as right, in the history of a problem.
