@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -21,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import small_vlm
+from torchrl_grpo.sweep.statistics import interval
 
 _ROOT = Path(__file__).resolve().parent.parent
 _GRPO, _SFT = "sota-implementations/grpo/grpo.py", "sota-implementations/sft/sft.py"
-# 97.5 % quantiles of Student's t distribution, by degrees of freedom.
-_T = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -261,11 +261,11 @@ def _lines(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def _shown(values: Sequence[float]) -> str:
     """Return the mean of values, and half the width of its 95 % interval; NaN for one value."""
-    count = len(values)
-    half = _T[count - 1] * statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
-    return statistics.fmean(values), half
+    if len(values) == 1:
+        return f"{values[0]:+.3f} ± nan"
+    return "{:+.3f} ± {:.3f}".format(*interval(np.array(values)[:, None]))
 
 
 def table(accuracies: dict[str, list[Accuracies]]) -> str:
@@ -284,9 +284,9 @@ def table(accuracies: dict[str, list[Accuracies]]) -> str:
         for name in (name for name in seeds[0] if name != SECONDS):
             before = statistics.fmean(seed[name][0] for seed in seeds)
             after = ", ".join(f"{seed[name][1]:.3f}" for seed in seeds)
-            rise = "{:+.3f} ± {:.3f}".format(*interval([seed[name][1] - seed[name][0] for seed in seeds]))
+            rise = _shown([seed[name][1] - seed[name][0] for seed in seeds])
             pairs = [own[name][1] - other[name][1] for own, other in zip(seeds, first, strict=True)]
-            difference = "" if seeds is first else "{:+.3f} ± {:.3f}".format(*interval(pairs))
+            difference = "" if seeds is first else _shown(pairs)
             lines.append(
                 f"| {arm} | {name} | {before:.3f} | {after} | {seconds:.0f} | {rise} | {difference} |"
             )

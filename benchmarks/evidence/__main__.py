@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.evidence import page, picture, records
 from benchmarks.evidence.experiments import EXPERIMENTS
@@ -58,18 +59,23 @@ def main() -> None:
     _write_page()
 
 
-def _keep(name: str, record: dict[str, object], replace: bool) -> None:
+def _keep(name: str, record: dict[str, Any], replace: bool) -> None:
     known = {(row["arm"], row["seed"]): row for row in records.load(name)}
     key = record["arm"], record["seed"]
+    if key in known:
+        sys.stdout.write(records.compared(name, known[key], record))
     if replace or key not in known:
         known[key] = record
-    records.save(name, [known[key] for key in sorted(known, key=str)])
+    try:
+        records.save(name, [known[key] for key in sorted(known, key=str)])
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def _write_page() -> None:
     present = {name: records.load(name) for name in EXPERIMENTS}
-    for path, (head, experiments) in page.PAGES.items():
-        path.write_text(page.page(head, experiments, present))
+    for path, (head, experiments, summarized) in page.PAGES.items():
+        path.write_text(page.page(head, experiments, present, summarized))
     for name, rows in present.items():
         if rows:
             picture.draw(name, EXPERIMENTS[name], rows, page.PICTURES)

@@ -10,13 +10,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         "GRPO teaches SmolLM2-135M a game of two turns on an OpenEnv server.",
         "The held-out share of games won rises by less than 0.30.",
         _LEARNING["openenv"],
-        outcome="The claim holds.",
+        outcome="The claim holds. `bash scripts/setup_openenv.sh` installs the server.",
     ),
     "distillation": Experiment(
         "A model that GRPO trained teaches its base at least 0.9 of its accuracy on the base's own text.",
         "The student reaches less than 0.9 of the teacher's accuracy.",
         _LEARNING["distill"],
-        outcome="The claim holds: each student reaches 1.01 to 1.03 of its teacher's accuracy.",
+        outcome="The claim holds: each student reaches 1.01 to 1.03 of its teacher's accuracy. SFT, which "
+        "needs written solutions, ends above it in fewer seconds.",
+        contrasts=(("distillation", "SFT"),),
     ),
     "pictures": Experiment(
         "GRPO improves how a model of a million parameters, trained from scratch by SFT, counts shapes in "
@@ -26,6 +28,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         r"\d+",
         outcome="The claim holds, and the form stays right. Values are shares of sampled answers, four a "
         "problem, and most are still wrong. Learning rate and length were chosen on seed 0, with these "
-        "problems; without it the difference is +0.055 [+0.024, +0.086]. There is no control.",
+        "problems; without it the difference is +0.055 [+0.024, +0.086].",
     ),
 }

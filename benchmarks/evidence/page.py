@@ -16,10 +16,11 @@ from benchmarks.evidence import comparisons, other_ways, published, tasks
 from benchmarks.evidence.experiment import NO_RISE, Experiment
 from benchmarks.evidence.experiments import EXPERIMENTS
 from benchmarks.evidence.records import RESPONSES
-from benchmarks.learning import interval
 from torchrl_grpo.sweep import statistics
 
 _ROOT = Path(__file__).resolve().parents[2]
+# Arms that each task has beside GRPO.
+_BESIDE = ("reward for form", "random reward", "SFT")
 PICTURES, README = _ROOT / "docs/pictures", _ROOT / "README.md"
 # README has the samples of the first arm of this experiment between these lines.
 SAMPLED = "TRL"
@@ -28,37 +29,45 @@ _HEAD = f"""# Results
 
 What GRPO teaches a small model on generated tasks, beside controls, with intervals. A claim is
 refuted if {NO_RISE[0].lower()}{NO_RISE[1:-1]}, unless its section says otherwise.
-[IFEval and GSM8K](results_ifeval_gsm8k.md), [a server, a teacher and pictures](results_other_ways.md), and
-[comparisons](comparisons.md) with TRL and between settings have pages of their own. A section is one
-command, where NAME is the name of its file of records:
+[Refuted claims](results_refuted.md), [IFEval and GSM8K](results_ifeval_gsm8k.md),
+[a server, a teacher and pictures](results_other_ways.md), and [comparisons](comparisons.md) with TRL and
+between settings have pages of their own. A section is one command, where NAME is the name of its file of
+records:
 
 ```
 python -m benchmarks.evidence NAME --folder FOLDER             # all arms and seeds, and this page
 python -m benchmarks.evidence NAME --folder FOLDER --seed 1    # one seed again
 ```
 
-Runs are in FOLDER/NAME/ARM-SEED. `benchmarks/evidence/records` has commands (older ones without long
-values), versions, machine, the curve of each run, and the grade of each held-out problem; `git diff` of it
-shows whether a repeated run came out the same. `benchmarks/evidence/responses` has all sampled and held-out
+A repeated run says how many grades differ from its record. Runs are in FOLDER/NAME/ARM-SEED.
+`benchmarks/evidence/records` has commands (older ones without long values), versions, machine, the curve of
+each run, and the grade of each held-out problem. `benchmarks/evidence/responses` has all sampled and held-out
 responses of newer runs (`xzcat FILE`). Held-out problems are never trained on.
-
-SFT on written solutions ends above GRPO on each of the six tasks that have it: GRPO is for tasks whose
-answers can be checked and whose solutions nobody has written.
 
 Intervals are 95 %, over seeds and problems together ([sweeps.md](sweeps.md)); where some seeds learn and
 others collapse, they hold less often. Questions that ask the same in other words are one problem. A
-difference is that to the first arm, on the same seeds and problems. For *responses to a value* the interval
-is over seeds only. *Form* is the share of answers in the right form. *Best of 8* is pass@8: whether any of
-eight answers, sampled at temperature 1, is right. *No model* marks policies that answer without one.
-Seconds are those of each command of an arm, with start and
-evaluations (without them beside TRL); other programs often shared the machine.
+difference is that to the first arm, on the same seeds and problems. *Form* is the share of answers in the
+right form. *Best of 8* is pass@8: whether any of eight answers, sampled at temperature 1, is right. *No
+model* marks policies that answer without one. Seconds are those of each command of an arm, with start and
+evaluations; other programs often shared the machine.
+
+On all tasks but sums, GRPO's own reward is 1 for a right answer and 0.1 for its form. Controls often fall
+below the start, and then leads over them say less than the rise does. Random rewards are the same sequence
+for every seed. Sums, products and differences come from one generator. No lead over SFT, on 48 to 128
+written solutions, is above 0: GRPO is for tasks whose answers can be checked and whose solutions nobody has
+written.
+"""
+_REFUTED_HEAD = """# Refuted claims
+
+Tasks on which GRPO did not do what was claimed, and why. Commands, intervals and columns are as in
+[results](results.md).
 """
 
 
 _OTHER_WAYS_HEAD = """# Results of other ways of learning
 
-What a game on a server, a teacher, and pictures teach. Commands, raw responses, intervals and columns are as
-in [results](results.md).
+What a game on a server, a teacher, and pictures teach. None has a reward for form or at random beside it.
+Commands, intervals and columns are as in [results](results.md).
 """
 _PUBLISHED_HEAD = """# Results on IFEval and GSM8K
 
@@ -73,36 +82,70 @@ repeats.
 _COMPARISONS_HEAD = """# Comparisons
 
 What a setting or another trainer changes, with the same task and problems, and as many responses trained on.
-Commands, raw responses, intervals and columns are as in [results](results.md). *Halfway* is the mean after
-half of the steps. [Objectives](objectives.md#engine-and-trainer) explains ratios and corrections. The quick
-start, age 0 and *this project* are the same runs, repeated.
+Commands, intervals and columns are as in [results](results.md). *Halfway* is the mean after half of the
+steps. For *responses to a value* the interval is over seeds only. Beside TRL seconds are without start and
+evaluations. [Objectives](objectives.md#engine-and-trainer) explains ratios and corrections. The quick start,
+age 0 and *this project* are the same runs, repeated.
 """
-# Pages with their beginnings and experiments.
-PAGES: Mapping[Path, tuple[str, Mapping[str, Experiment]]] = {
-    _ROOT / "docs/results.md": (_HEAD, tasks.EXPERIMENTS),
-    _ROOT / "docs/results_other_ways.md": (_OTHER_WAYS_HEAD, other_ways.EXPERIMENTS),
-    _ROOT / "docs/results_ifeval_gsm8k.md": (_PUBLISHED_HEAD, published.EXPERIMENTS),
-    _ROOT / "docs/comparisons.md": (_COMPARISONS_HEAD, comparisons.EXPERIMENTS),
+_REFUTED = ("filter", "multiplication")
+_TASKS = {name: each for name, each in tasks.EXPERIMENTS.items() if name not in _REFUTED}
+# Pages with their beginnings, their experiments, and those that their first table has.
+PAGES: Mapping[Path, tuple[str, Mapping[str, Experiment], Mapping[str, Experiment]]] = {
+    _ROOT / "docs/results.md": (_HEAD, _TASKS, tasks.EXPERIMENTS),
+    _ROOT / "docs/results_refuted.md": (_REFUTED_HEAD, {n: tasks.EXPERIMENTS[n] for n in _REFUTED}, {}),
+    _ROOT / "docs/results_other_ways.md": (_OTHER_WAYS_HEAD, other_ways.EXPERIMENTS, {}),
+    _ROOT / "docs/results_ifeval_gsm8k.md": (_PUBLISHED_HEAD, published.EXPERIMENTS, {}),
+    _ROOT / "docs/comparisons.md": (_COMPARISONS_HEAD, comparisons.EXPERIMENTS, {}),
 }
 
 
-def page(head: str, experiments: Mapping[str, Experiment], records: Mapping[str, Any]) -> str:
+def page(
+    head: str,
+    experiments: Mapping[str, Experiment],
+    records: Mapping[str, Any],
+    summarized: Mapping[str, Experiment] | None = None,
+) -> str:
     """Return a page.
 
     Args:
         head: its beginning.
         experiments: its experiments, of which those with records have a section.
         records: records of each experiment.
+        summarized: experiments that a table at the beginning has, a row each.
     """
     sections = [_section(name, each, records[name]) for name, each in experiments.items() if records[name]]
     waiting = {name: each for name, each in experiments.items() if not records[name]}
-    return "\n".join([head, *sections, *([_waiting(waiting)] if waiting else [])])
+    rows = [
+        _summary(name, each, records[name], name in experiments) for name, each in (summarized or {}).items()
+    ]
+    columns = ["task", "problems", "before", "rise", *(f"GRPO's lead over {arm}" for arm in _BESIDE)]
+    tables = ["\n".join(_markdown(columns, rows))] if rows else []
+    return "\n".join([head, *tables, *sections, *([_waiting(waiting)] if waiting else [])])
+
+
+def _summary(
+    name: str, experiment: Experiment, records: Sequence[dict[str, Any]], is_here: bool
+) -> list[str]:
+    """Return the row of a task in the table of all tasks."""
+    first, *_ = rows = table(experiment, records)
+    problems = records[0]["problems"]
+    after = {
+        arm: {run["seed"]: np.array(run["after"]) for run in records if run["arm"] == arm}
+        for arm in (first[0], *_BESIDE)
+    }
+    leads = []
+    for arm in _BESIDE:
+        pairs = [after[first[0]][seed] - values for seed, values in after[arm].items()]
+        leads.append(_mean(np.array(pairs), problems, signed=True) if pairs else "")
+    before = np.array([run["before"] for run in records if run["arm"] == rows[0][0]])
+    title = f"[{_title(name)}]({'' if is_here else 'results_refuted.md'}#{name})"
+    return [title, str(len(set(problems))), f"{before.mean():.3f}", first[3], *leads]
 
 
 def _waiting(experiments: Mapping[str, Experiment]) -> str:
     """Return the section of the experiments that nobody has run yet."""
     on_gpu = (
-        " A GPU's memory, predicted peak, hours a seed on an H100."
+        " A GPU's memory, predicted peak, hours a run on an H100."
         if any(each.needs for each in experiments.values())
         else ""
     )
@@ -184,7 +227,7 @@ def _reached(value: float, own: Mapping[int, Any], first: Mapping[int, Any]) -> 
     shared = [seed for seed in own if seed in first]
     if own is not first and len(shared) > 1:
         pairs = np.array([[reached(runs[seed], value) for runs in (own, first)] for seed in shared])
-        mean, half = interval(pairs[:, 0, 0] - pairs[:, 1, 0])
+        mean, half = statistics.interval((pairs[:, 0, 0] - pairs[:, 1, 0])[:, None])
         ratios = pairs[:, 0, 1] / pairs[:, 1, 1]
         responses += f" ({mean:+.0f} [{mean - half:+.0f}, {mean + half:+.0f}])"
         seconds += f" ({ratios.min():.1f} to {ratios.max():.1f} times)"
@@ -232,8 +275,13 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
     tables = _markdown(columns, table(experiment, records))
     if contrasts := _contrasts(experiment, records):
         tables += _markdown(["arm", "beside", "difference"], contrasts)
+    if left_out := [arm for arm in experiment.arms if not any(run["arm"] == arm for run in records)]:
+        tables += [f"Not run: {'; '.join(left_out)}.\n"]
     if warned := _findings(records):
-        tables += [f"`grpo-doctor` warns of some runs: {warned}.\n"]
+        read = sum("findings" in run for run in records)
+        tables += [
+            f"[`grpo-doctor`](troubleshooting.md) warns of some of the {read} runs it read: {warned}.\n"
+        ]
     if experiment.measures:
         heads = ["rise of", "before", *_measures_of_arms(experiment, records)]
         tables += _markdown(heads, measures_table(experiment, records))
@@ -243,7 +291,7 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
         tables += _markdown(["arm", "what it sets"], _settings(experiment, records))
     return "\n".join(
         [
-            f"## {name[0].upper()}{name[1:]}\n",
+            f"## {_title(name)}\n",
             f"Claim: {experiment.claim}{_refuted(experiment)}\n",
             f"{start(experiment, records)}\n",
             *tables,
@@ -253,6 +301,10 @@ def _section(name: str, experiment: Experiment, records: Sequence[dict[str, Any]
             f"![learning curves](pictures/evidence-{name}.svg)\n",
         ]
     )
+
+
+def _title(name: str) -> str:
+    return f"{name[0].upper()}{name[1:]}"
 
 
 def _settings(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -46,6 +46,9 @@ _LAST_STEP = (
 )
 _REWARDS = (*rewards_form(_CALCULATION), "reward.weights={gsm8k: 1.0, form: 0.1}")
 
+# Thoughts and an answer between their tags.
+_TAGGED = r"(?s)<think>.*</think>\s*<answer>.*</answer>"
+
 # What a response that ends by itself looks like.
 _ENDED = r'(?s).*[.!?]"?'
 # Longer responses take a CPU too long. A third to a half of those of the model end before 64 tokens.
@@ -81,10 +84,26 @@ def _first_number(prompt: str) -> str:
     return f"{calculation}{re.split(r'[^0-9.]+', calculation.lstrip('($'))[0]}"
 
 
-def _gsm8k(claim: str, refuted_by: str, words: Sequence[str], needs: str) -> Experiment:
-    """Return GRPO on all of GSM8K's test problems, which needs a GPU."""
-    common = ("--config-name=grpo_gsm8k", "eval.num_problems=1319")
-    return Experiment(claim, refuted_by, {"GRPO": (Stage(_GRPO, (*common, *words)),)}, needs=needs)
+def _gsm8k(claim: str, words: Sequence[str], needs: str, published: float | None = None) -> Experiment:
+    """Return GRPO on all of GSM8K's test problems, which needs a GPU.
+
+    Args:
+        claim: see :class:`Experiment`.
+        words: arguments of all arms.
+        needs: see :class:`Experiment`.
+        published: accuracy that others have published, which the claim includes; None for none.
+    """
+    common = ("--config-name=grpo_gsm8k", "eval.num_problems=1319", "eval.reward=gsm8k", *words)
+    usual = NO_RISE.removesuffix(".")
+    return Experiment(
+        claim,
+        NO_RISE if published is None else f"{usual}, or the interval after training lies below {published}.",
+        # Random rewards alone raise some models of this family (Shao et al., 2025, arXiv:2506.10947).
+        {"GRPO": (Stage(_GRPO, common),), **control_arms(common, _TAGGED)},
+        _TAGGED,
+        needs=needs,
+        keeps_samples=False,
+    )
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -134,31 +153,30 @@ EXPERIMENTS: dict[str, Experiment] = {
         keeps_samples=False,
     ),
     "gsm8k-0.5b": _gsm8k(
-        "16,000 samples raise Qwen2.5-0.5B-Instruct (published: 43.6 to 50.2).",
-        "The interval of the rise includes 0.",
+        "16,000 samples raise Qwen2.5-0.5B-Instruct to 0.502 (published: 43.6 to 50.2).",
         ("model.name=Qwen/Qwen2.5-0.5B-Instruct", "train.total_dialog_turns=16000"),
         "GPU of 24 GB, 23 GB, 0.3 hours",
+        0.502,
     ),
     "gsm8k-1.5b-lora": _gsm8k(
         "Adapters of rank 32 raise Qwen2.5-1.5B-Instruct.",
-        "The interval of the rise includes 0.",
         ("+recipe=gpu_24gb",),
         "GPU of 24 GB, 17 GB, 0.5 hours",
     ),
     "gsm8k-1.5b": _gsm8k(
-        "64,000 samples raise Qwen2.5-1.5B-Instruct (published elsewhere: 79.6).",
-        "The interval of the rise includes 0.",
+        "64,000 samples raise Qwen2.5-1.5B-Instruct to 0.796 (published elsewhere: 79.6).",
         ("+recipe=gpu_80gb",),
         "GPU of 80 GB, 56 GB, 1.5 hours",
+        0.796,
     ),
     "gsm8k-3b": _gsm8k(
-        "64,000 samples raise Qwen2.5-3B-Instruct (published elsewhere: 86.1).",
-        "The interval of the rise includes 0.",
+        "64,000 samples raise Qwen2.5-3B-Instruct to 0.861 (published elsewhere: 86.1).",
         (
             "+recipe=gpu_80gb",
             "model.name=Qwen/Qwen2.5-3B-Instruct",
             "train_model.gradient_checkpointing=true",
         ),
         "GPU of 80 GB, 75 GB, 2.5 hours",
+        0.861,
     ),
 }

@@ -207,6 +207,22 @@ def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     return [{**record, **shared} for record in content["runs"]]
 
 
+def compared(name: str, known: dict[str, Any], record: dict[str, Any]) -> str:
+    """Return the line that says whether a repeated run came out the same.
+
+    Args:
+        name: name of the experiment.
+        known: record that is kept of the arm and seed.
+        record: that of the new run.
+    """
+    words = f"{name}, {record['arm']}, seed {record['seed']}"
+    if known["ids"] != record["ids"]:
+        return f"{words}: the held-out problems are not those of the record\n"
+    count = sum(old != new for old, new in zip(known["after"], record["after"], strict=True))
+    outcome = f"{count} of {len(record['after'])} grades differ from" if count else "all grades are those of"
+    return f"{words}: {outcome} the record\n"
+
+
 def save(name: str, records: Sequence[dict[str, Any]], folder: Path = FOLDER) -> None:
     """Write the records of an experiment, one a line. What all share is written once.
 

@@ -186,11 +186,11 @@ EXPERIMENTS: dict[str, Experiment] = {
             "inference_model.max_model_len=166",
             "optimizer.lr=2e-5",
         ),
-        "The claim holds with all eight seeds. Three had left the random reward undecided, and one was "
-        "added; four fresh ones decide it alone, but not the reward for form. Reading is not shown: a policy "
-        "that answers the first name comes to as much. Seeds 8 and 10 answer mostly the first and the last "
-        "name; the others come to 0.437 to 0.530. SFT on 96 written solutions is above GRPO, by the fourth "
-        "seed only, and GRPO after it adds to it. Learning rate, length and prompt were chosen on seed 7, "
+        "Undecided. With all eight seeds the claim holds. But seeds 8 to 11 were run to confirm it: alone "
+        "they decide the random reward, not the reward for form. Reading is not shown: one of the three "
+        "names at random is right on a third, and the first name on as much as GRPO. Seeds 8 and 10 answer "
+        "mostly the first and the last name; the others come to 0.437 to 0.530. SFT on 96 written solutions "
+        "is above GRPO, by the fourth seed only. Learning rate, length and prompt were chosen on seed 7, "
         "with 100 of these problems.",
         seeds=4,
         # Not the one on which learning rate and length were chosen.
@@ -217,7 +217,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "optimizer.lr=2e-5",
         ),
         "Refuted by the first run (seed 1): after eight steps GRPO kept the first number, which is right on "
-        "0.413 of these problems; keeping the second is right on 0.477. Other runs were left out.",
+        "0.413 of these problems; keeping the second is right on 0.477.",
         trivial=", or GRPO is not above 0.45, about what keeping the same one of the numbers gives",
     ),
     "multiplication": _task(
@@ -235,8 +235,9 @@ EXPERIMENTS: dict[str, Experiment] = {
             "optimizer.lr=3e-5",
         ),
         "Refuted: GRPO came to 0.775, 0.055 and 0.150; with the last two seeds few answers had the form. The "
-        "form allows a final dot, which the grader does not: with it the reward for form comes to 0.605, "
-        "0.645 and 0.780, so the model knew the table and lacked the form. 48 written solutions teach that. "
+        "form allows a final dot, which the grader does not: with it the reward for form came to 0.605, "
+        "0.645 and 0.780 (these responses were not kept), so the model knew the table and lacked the form. "
+        "48 written solutions teach that. "
         "The prompt shows one of the products. Learning rate, length and prompt were chosen on seed 7.",
         held_out=200,
     ),

@@ -80,8 +80,8 @@ def test_control_arms_are_rewarded_for_nothing_else(experiment: str) -> None:
 
 def test_the_pages_are_those_of_the_records() -> None:
     present = {name: records.load(name) for name in EXPERIMENTS}
-    for path, (head, experiments) in page.PAGES.items():
-        assert page.page(head, experiments, present) == path.read_text()
+    for path, (head, experiments, summarized) in page.PAGES.items():
+        assert page.page(head, experiments, present, summarized) == path.read_text()
         assert len(path.read_text().split()) < 1500
     assert any(present.values())
     assert all(EXPERIMENTS[name].outcome for name, rows in present.items() if rows)
@@ -527,6 +527,47 @@ def test_values_halfway_have_a_column() -> None:
         page.table(experiment, [{**rows[0], "steps": [0, 8]}])
 
 
+def test_a_repeated_run_is_compared_with_its_record() -> None:
+    record = made("GRPO", 1, [0.0, 0.0], [1.0, 0.5])
+    assert (
+        records.compared("sums", record, record) == "sums, GRPO, seed 1: all grades are those of the record\n"
+    )
+    other = {**record, "after": [1.0, 0.0]}
+    assert "seed 1: 1 of 2 grades differ from the record" in records.compared("sums", record, other)
+    moved = {**record, "ids": ["a", "b"]}
+    assert "the held-out problems are not those of the record" in records.compared("sums", record, moved)
+
+
+def test_runs_on_other_problems_end_the_command_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(records, "load", lambda _: [made("GRPO", 0, [0.0], [1.0])])
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    with pytest.raises(
+        SystemExit, match=r"not all runs were measured on the same problems .* move this file"
+    ):
+        command._keep("sums", {**made("GRPO", 1, [0.0], [1.0]), "ids": ["other"]}, replace=True)
+    assert not list(tmp_path.iterdir()), "what is there stays"
+    assert "not those of the record" not in capsys.readouterr().out
+
+
+def test_a_table_of_all_tasks_has_the_rise_and_the_leads_over_other_arms() -> None:
+    after = {"GRPO": [0.6, 0.9], "reward for form": [0.2, 0.4], "random reward": [0.1]}
+    rows = [
+        made(arm, seed, [0.1], [value]) for arm, values in after.items() for seed, value in enumerate(values)
+    ]
+    arms: dict[str, Any] = {arm: () for arm in (*after, "SFT")}
+    experiment = Experiment("", "It fails.", arms)
+    text = page.page("", {}, {"game": rows}, {"game": experiment})
+    mean, half = sweep_statistics.interval(np.array([[0.4], [0.5]]))
+    lead = f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
+    (line,) = [line for line in text.splitlines() if line.startswith("|[Game]")]
+    assert line.startswith("|[Game](results_refuted.md#game)|1|0.100|+0.650 [")
+    assert line.endswith(f"|{lead}|+0.500||")
+    section = page.page("", {"game": experiment}, {"game": rows}, {"game": experiment})
+    assert "|[Game](#game)|" in section and "\nNot run: SFT.\n" in section
+
+
 def test_fresh_seeds_are_compared_alone() -> None:
     experiment = Experiment("", "", ARMS, seeds=2, fresh=range(2, 4), contrasts=(("random", "GRPO"),))
     after = {("GRPO", 0): 0.0, ("GRPO", 1): 0.0, ("GRPO", 2): 0.5, ("GRPO", 3): 0.75}
@@ -558,19 +599,27 @@ def test_all_responses_of_a_run_are_kept(tmp_path: Path) -> None:
 
 def test_responses_are_those_of_recorded_runs() -> None:
     for folder in records.RESPONSES.iterdir():
-        experiment = EXPERIMENTS[folder.name]
+        arms = EXPERIMENTS[folder.name].arms
         runs = {
-            folders_of(experiment.arms[run["arm"]], experiment.arms, run["seed"], Path())[-1].parent.name
+            folders_of(arms[run["arm"]], arms, run["seed"], Path())[-1].parent.name: run
             for run in records.load(folder.name)
         }
-        assert {path.name.removesuffix(".jsonl.xz") for path in folder.iterdir()} <= runs, folder
-        assert all(lzma.decompress(path.read_bytes()) for path in folder.iterdir()), folder
+        for path in folder.iterdir():
+            run = runs[path.name.removesuffix(".jsonl.xz")]
+            grades: dict[str, list[float]] = {}
+            for line in lzma.decompress(path.read_bytes()).splitlines():
+                if line.startswith(b'{"file": "evaluations'):
+                    row = json.loads(line)
+                    if row["step"] == run["steps"][-1] and row.get("grade") is not None:
+                        grades.setdefault(row["id"], []).append(row["grade"])
+            assert [statistics.fmean(grades[id]) for id in run["ids"]] == run["after"], path
 
 
 def test_nothing_of_others_data_is_kept() -> None:
     for path in records.RESPONSES.iterdir():
         assert EXPERIMENTS[path.name].keeps_samples
-    for name in ("IFEval", "GSM8K-last"):
+    for name in published.EXPERIMENTS:
+        assert not EXPERIMENTS[name].keeps_samples
         assert not any("samples" in record for record in records.load(name))
 
 
@@ -628,6 +677,7 @@ def test_a_run_for_the_model_before_training_keeps_the_record_that_is_there(
     monkeypatch.setattr(command, "run_stages", lambda *_: None)
     monkeypatch.setattr(command, "_write_page", lambda: None)
     monkeypatch.setattr(records, "load", lambda _: known)
+    monkeypatch.setattr(records, "compared", lambda *_: "")
     monkeypatch.setattr(records, "save_responses", lambda *_: None)
     monkeypatch.setattr(
         records, "save", lambda _, rows: kept.extend((row["arm"], row.get("new")) for row in rows)
