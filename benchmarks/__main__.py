@@ -233,6 +233,9 @@ def main() -> None:
         f"{size}={getattr(args, size)}" for size in sizes if getattr(args, size) != parser.get_default(size)
     ]
     ours = dict(_OURS)
+    if here.type == "cuda":
+        # A step of 64 responses of 256 tokens in one pass. Both sides share the GPU, so it has a bound.
+        ours["train.max_tokens_per_microbatch"] = 32768
     if args.no_compile:
         unusual.append("no-compile")
         ours |= {"inference_model.enforce_eager": True, "train_model.compile": False}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
     from vllm.inputs import TokensPrompt
+    from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 # First release whose output head can have a dtype of its own.
@@ -136,12 +137,14 @@ def generate(llm: LLM, prompts: Sequence[TokensPrompt], params: SamplingParams) 
     return list(llm.generate(prompts, params, use_tqdm=False))
 
 
-def unfinished_output(llm: LLM, name: str) -> tuple[list[int], list[Any]]:
-    """Return the tokens of a running request so far, and vLLM's table of log-probabilities of each."""
+def unfinished_output(llm: LLM, name: str) -> tuple[list[int], FlatLogprobs]:
+    """Return the tokens of a running request so far, and vLLM's table of their log-probabilities."""
     processor = llm.llm_engine.output_processor
     state = processor.request_states[processor.external_req_ids[name][0]]
     assert state.detokenizer is not None and state.logprobs_processor is not None
-    return list(state.detokenizer.output_token_ids), list(state.logprobs_processor.logprobs or ())
+    table = state.logprobs_processor.logprobs
+    assert table is not None
+    return list(state.detokenizer.output_token_ids), table
 
 
 async def stream(

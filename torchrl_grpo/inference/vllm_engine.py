@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.runtime.own_variables import set_own
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
 
 # Parts of an engine that sleep and wake, as vLLM calls them.
 _PARTS = {"weights", "kv_cache"}
@@ -142,7 +145,9 @@ class VLLMEngine(SteppingEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             name = str(next(self._names))
-            parameters = vllm_compat.sampling_params(**request_options(request))
+            # One list of numbers. By default vLLM makes a dictionary and an object for every token, in the
+            # thread that starts the next step.
+            parameters = vllm_compat.sampling_params(**request_options(request), flat_logprobs=True)
             vllm_compat.add_request(self.llm, name, _prompt(request), parameters)
             self._running[name] = request
 
@@ -287,12 +292,12 @@ def _prompt(request: Request) -> Any:
     )
 
 
-def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:
+def _completion(token_ids: Sequence[int], table: FlatLogprobs, finish_reason: str) -> Completion:
     """Copy tokens and their log-probabilities out of vLLM's table, which it goes on changing."""
     tokens = list(token_ids)
-    return Completion(
-        tokens, [step[token].logprob for token, step in zip(tokens, log_probs, strict=True)], finish_reason
-    )
+    if tokens != table.token_ids:
+        raise RuntimeError("vLLM's log-probabilities are not those of the tokens of its response")
+    return Completion(tokens, list(table.logprobs), finish_reason)
 
 
 def build(
