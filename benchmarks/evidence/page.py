@@ -83,7 +83,8 @@ _COMPARISONS_HEAD = """# Comparisons
 
 What a setting or another trainer changes, with the same task and problems, and as many responses trained on.
 Commands, intervals and columns are as in [results](results.md). *Halfway* is the mean after half of the
-steps. For *responses to a value* the interval is over seeds only. Beside TRL seconds are without start and
+steps, with the difference to the first arm. Its interval, and that of *responses to a value*, are over seeds
+only. Beside TRL seconds are without start and
 evaluations. [Objectives](objectives.md#engine-and-trainer) explains ratios and corrections. The quick start,
 age 0 and *this project* are the same runs, repeated.
 """
@@ -171,7 +172,7 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
         pairs = np.array([np.subtract(own[seed]["after"], grades[arms[0]][seed]["after"]) for seed in shared])
         cells.append("" if arm == arms[0] or not shared else _mean(pairs, problems, signed=True))
         if experiment.shows_halfway:
-            cells.append(f"{np.mean([_halfway(run) for run in own.values()]):.3f}")
+            cells.append(_halfway(own, grades[arms[0]]))
         if experiment.shape:
             cells.append(f"{np.mean([run['formed'][1] for run in own.values()]):.2f}")
         if _has_ages(records):
@@ -186,9 +187,15 @@ def table(experiment: Experiment, records: Sequence[dict[str, Any]]) -> list[lis
     return rows + _policy_rows(grades[arms[0]], len(rows[0]))
 
 
-def _halfway(record: Mapping[str, Any]) -> float:
-    """Return the held-out value of a run after half of its steps."""
-    return float(record["values"][record["steps"].index(record["steps"][-1] // 2)])
+def _halfway(own: Mapping[int, Any], first: Mapping[int, Any]) -> str:
+    """Return the mean held-out value after half of the steps, and its difference to the first arm."""
+    values, others = (
+        {seed: run["values"][run["steps"].index(run["steps"][-1] // 2)] for seed, run in runs.items()}
+        for runs in (own, first)
+    )
+    text = f"{np.mean([*values.values()]):.3f}"
+    pairs = np.array([[value - others[seed]] for seed, value in values.items() if seed in others])
+    return text if own is first or len(pairs) < 2 else f"{text} ({_mean(pairs, signed=True)})"
 
 
 def _policy_rows(first: Mapping[int, Any], columns: int) -> list[list[str]]:

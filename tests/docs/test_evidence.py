@@ -522,7 +522,10 @@ def test_values_halfway_have_a_column() -> None:
         for arm, values in (("GRPO", (0.25, 0.5)), ("random", (0.5, 1.0)))
         for seed, value in enumerate(values)
     ]
-    assert [row[-2] for row in page.table(experiment, rows)] == ["0.375", "0.750"]
+    mean, half = sweep_statistics.interval(np.array([[0.25], [0.5]]))
+    difference = f"{mean:+.3f} [{max(mean - half, -1):+.3f}, {min(mean + half, 1):+.3f}]"
+    assert [row[-2] for row in page.table(experiment, rows)] == ["0.375", f"0.750 ({difference})"]
+    assert [row[-2] for row in page.table(experiment, rows[::2])] == ["0.250", "0.500"], "one seed"
     with pytest.raises(ValueError, match="4 is not in list"):
         page.table(experiment, [{**rows[0], "steps": [0, 8]}])
 
