@@ -90,6 +90,10 @@ def test_the_pages_are_those_of_the_records() -> None:
 def test_the_readme_has_the_responses_of_the_records() -> None:
     readme = page.README.read_text()
     assert page.with_samples(readme, records.load(page.SAMPLED)) == readme
+    sums = records.load("sums")
+    for arm in ("GRPO", "reward for form"):
+        mean = np.mean([run["after"] for run in sums if run["arm"] == arm])
+        assert f"comes to {mean:.3f}" in " ".join(readme.split()), arm
 
 
 def test_what_a_model_wrote_stays_in_its_cell() -> None:
