@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +30,8 @@ ATTRIBUTES = {
     ],
     "v1/engine/output_processor.py RequestState": ["detokenizer", "logprobs_processor"],
     "v1/engine/async_llm.py AsyncLLM": ["output_processor", "generate", "abort"],
+    "logprobs.py FlatLogprobs": ["token_ids", "logprobs"],
+    "device_allocator/cumem.py CuMemAllocator": ["instance", "allocator_and_pools"],
     "v1/worker/worker_base.py WorkerWrapperBase": ["worker"],
     "v1/worker/gpu_worker.py Worker": ["model_runner"],
     "v1/worker/gpu_model_runner.py GPUModelRunner": [
@@ -176,6 +181,35 @@ def test_memory_that_vllm_lacks_is_named_by_its_key(
             kv_cache_gib=100,
         )
     assert "Decrease inference_model.kv_cache_gib, or --this" in str(raised.value)
+
+
+def test_memory_pools_of_older_vllm_are_freed_before_their_allocators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[str] = []
+
+    class Held:
+        def __init__(self, name: str) -> None:
+            weakref.finalize(self, ended.append, name)
+
+    allocator = SimpleNamespace(
+        allocator_and_pools={
+            tag: (Held(f"pool {tag}"), Held(f"allocator {tag}")) for tag in ("weights", "kv")
+        }
+    )
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([*ended]))
+    module = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=allocator))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
+    vllm_compat._release_memory_pools()
+    assert [{*names} for names in emptied] == [{"pool weights", "pool kv"}]
+    assert {*ended[2:]} == {"allocator weights", "allocator kv"} and allocator.allocator_and_pools == {}
+    # vLLM that frees them by itself, and one whose engines never slept.
+    newer = SimpleNamespace(allocator_and_pools={"kv": 1}, release_pools=None)
+    for instance in (newer, None):
+        module.CuMemAllocator.instance = instance
+        vllm_compat._release_memory_pools()
+    assert newer.allocator_and_pools == {"kv": 1} and len(emptied) == 1
 
 
 @pytest.mark.parametrize(

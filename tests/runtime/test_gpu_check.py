@@ -461,3 +461,27 @@ def test_a_stage_that_trains(context: Context, monkeypatch: pytest.MonkeyPatch) 
     assert float(result.figures["engine_to_trainer_nats"]) < 1e-4
     lines = read(context.folder / "float32/metrics.jsonl")
     assert len(lines) == 5 and all(torch.isfinite(torch.tensor(line["loss/total"])) for line in lines[1:])
+
+
+_SHARING = """
+import sys
+from pathlib import Path
+from torchrl_grpo.runtime import hardware
+from torchrl_grpo.tools.gpu_check import shaped
+
+hardware.present = lambda: hardware.Hardware((float(sys.argv[1]),), 100.0, ((9, 0),))
+print(*shaped._sharing("gpu_80gb", Path(sys.argv[2]), False))
+"""
+
+
+def test_a_recipe_shares_a_larger_gpu_as_those_that_it_is_for(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151936}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    names = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({**names, **sizes, **heads}))
+    # In a process that has imported nothing else, as the command's own.
+    command = [sys.executable, "-c", _SHARING, "139", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # A GPU of 139 GiB would have room for an engine that never sleeps.
+    assert "inference_model.sleep=true" in done.stdout.split()

@@ -21,7 +21,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,9 +31,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_grpo.cli.help import primary_configs
 from torchrl_grpo.cli.precedence import settle
-from torchrl_grpo.config import Config, groups
+from torchrl_grpo.config import groups
 from torchrl_grpo.config.keys import show
-from torchrl_grpo.config.parsing import schema_node
+from torchrl_grpo.config.parsing import register_schema, schema_node
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError, first_line
 from torchrl_grpo.runtime.quoting import quote
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-ConfigStore.instance().store(name="schema", node=Config)
+register_schema()
 
 
 @dataclass(frozen=True)

@@ -361,11 +361,10 @@ class _CommandLine:
     def _hydra(self, words: list[str]) -> None:
         """Run Hydra. It reads ``sys.argv``, and reports errors itself unless HYDRA_FULL_ERROR is set."""
         import hydra
-        from hydra.core.config_store import ConfigStore
 
-        import torchrl_grpo.cli.compose  # noqa: F401  # stores the schema
+        from torchrl_grpo.config.parsing import register_schema
 
-        assert "schema.yaml" in ConfigStore.instance().list("")
+        register_schema()
         before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
         sys.argv = [sys.argv[0], *words]
         os.environ["HYDRA_FULL_ERROR"] = "1"

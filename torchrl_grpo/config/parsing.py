@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+def register_schema() -> None:
+    """Let Hydra find the schema, with which every primary configuration begins."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
 @functools.cache
 def schema_node() -> DictConfig:
     """Return the schema with its defaults, built once, because that takes as long as reading all files.

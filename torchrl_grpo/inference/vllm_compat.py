@@ -7,9 +7,11 @@ seconds, and reads environment variables that :mod:`~torchrl_grpo.inference.vllm
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import runpy
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -229,6 +231,30 @@ def clean_up() -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
+    _release_memory_pools()
+
+
+def _release_memory_pools() -> None:
+    """Free the memory of an engine that could sleep, which older vLLM keeps for the process.
+
+    The next engine of a sweep would lack it, and could not start. Newer vLLM does this itself.
+    """
+    import torch
+
+    # Only engines that can sleep import it.
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = None if module is None else module.CuMemAllocator.instance
+    if allocator is None or hasattr(allocator, "release_pools"):
+        return
+    pools = [pool for pool, _ in allocator.allocator_and_pools.values()]
+    # A pool points to its allocator when it is freed, but does not keep it.
+    allocators = [each for _, each in allocator.allocator_and_pools.values()]
+    allocator.allocator_and_pools.clear()
+    pools.clear()
+    gc.collect()
+    # It frees what only these pools held.
+    torch.cuda.empty_cache()
+    allocators.clear()
 
 
 def in_config(config: VllmConfig) -> AbstractContextManager[Any]:

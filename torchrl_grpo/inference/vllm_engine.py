@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,6 @@ from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.runtime.own_variables import set_own
-
-if TYPE_CHECKING:
-    from vllm.logprobs import FlatLogprobs
 
 # Parts of an engine that sleep and wake, as vLLM calls them.
 _PARTS = {"weights", "kv_cache"}
@@ -292,7 +289,7 @@ def _prompt(request: Request) -> Any:
     )
 
 
-def _completion(token_ids: Sequence[int], table: FlatLogprobs, finish_reason: str) -> Completion:
+def _completion(token_ids: Sequence[int], table: Any, finish_reason: str) -> Completion:
     """Copy tokens and their log-probabilities out of vLLM's table, which it goes on changing."""
     tokens = list(token_ids)
     if tokens != table.token_ids:

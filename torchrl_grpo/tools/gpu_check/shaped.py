@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from torchrl_grpo.config import parse
 from torchrl_grpo.config.engines import reference_engine
+from torchrl_grpo.config.parsing import register_schema
 from torchrl_grpo.planning import preflight, resolve
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.config_dir import config_dir
@@ -88,11 +90,21 @@ def recipe(name: str, asynchronous: bool = False) -> Callable[[Context], Figures
 
 
 def _sharing(name: str, model: Path, asynchronous: bool) -> list[str]:
-    """Return the words by which engines share GPUs as in the recipe, not as in a shorter run."""
+    """Return the words by which engines share GPUs as in the recipe, not as in a shorter run.
+
+    A GPU of more memory than those that the recipe is for shares it as they would.
+    """
+    register_schema()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         node = compose("grpo_gsm8k", [f"+recipe={name}", f"model.name={model}"])
     cfg = preflight.resolve_proximal(resolve.with_model(resolve.resolved(parse(node))), asynchronous)
-    plan = preflight.make(cfg, asynchronous, hardware.present()).plan
+    present, size = hardware.present(), _GPUS.fullmatch(name)
+    if size is not None:
+        most = hardware.Gpu(gib=float(size[2])).usable_gib
+        assert most is not None
+        gpus = tuple(most if gib is None else min(most, gib) for gib in present.gpus)
+        present = dataclasses.replace(present, gpus=gpus)
+    plan = preflight.make(cfg, asynchronous, present).plan
     words = [f"inference_model.gpu_memory_utilization={plan.gpu_memory_utilization}"]
     return [*words, "inference_model.sleep=true"] if plan.sleeps else words
 

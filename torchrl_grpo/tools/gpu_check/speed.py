@@ -132,5 +132,8 @@ def _kernels(work: Callable[[], object]) -> int:
     with profile() as recorded:
         work()
     events = recorded.events()
-    on_gpu = sum(1 for event in events if event.device_type == DeviceType.CUDA)
+    # The span of an annotation, such as the optimizer's, is on the GPU too.
+    on_gpu = sum(
+        1 for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
     return on_gpu or sum(1 for event in events if event.name.startswith("aten::"))
