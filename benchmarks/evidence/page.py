@@ -84,9 +84,9 @@ _COMPARISONS_HEAD = """# Comparisons
 What a setting or another trainer changes, with the same task and problems, and as many responses trained on.
 Commands, intervals and columns are as in [results](results.md). *Halfway* is the mean after half of the
 steps, with the difference to the first arm. Its interval, and that of *responses to a value*, are over seeds
-only. Beside TRL seconds are without start and
-evaluations. [Objectives](objectives.md#engine-and-trainer) explains ratios and corrections. The quick start,
-age 0 and *this project* are the same runs, repeated.
+only. Beside TRL seconds are without start and evaluations.
+[Objectives](objectives.md#engine-and-trainer) explains ratios and corrections. The quick start, age 0 and
+*this project* are the same runs, repeated.
 """
 _REFUTED = ("filter", "multiplication")
 _TASKS = {name: each for name, each in tasks.EXPERIMENTS.items() if name not in _REFUTED}
@@ -117,7 +117,9 @@ def page(
     sections = [_section(name, each, records[name]) for name, each in experiments.items() if records[name]]
     waiting = {name: each for name, each in experiments.items() if not records[name]}
     rows = [
-        _summary(name, each, records[name], name in experiments) for name, each in (summarized or {}).items()
+        _summary(name, each, records[name], name in experiments)
+        for name, each in (summarized or {}).items()
+        if records[name]
     ]
     columns = ["task", "problems", "before", "rise", *(f"GRPO's lead over {arm}" for arm in _BESIDE)]
     tables = ["\n".join(_markdown(columns, rows))] if rows else []
@@ -128,19 +130,21 @@ def _summary(
     name: str, experiment: Experiment, records: Sequence[dict[str, Any]], is_here: bool
 ) -> list[str]:
     """Return the row of a task in the table of all tasks."""
-    first, *_ = rows = table(experiment, records)
     problems = records[0]["problems"]
-    after = {
-        arm: {run["seed"]: np.array(run["after"]) for run in records if run["arm"] == arm}
-        for arm in (first[0], *_BESIDE)
-    }
+    runs: dict[str, dict[int, Any]] = {arm: {} for arm in experiment.arms}
+    for run in records:
+        runs[run["arm"]][run["seed"]] = run
+    own = runs[next(iter(experiment.arms))]
+    before, after = (np.array([run[key] for run in own.values()]) for key in ("before", "after"))
     leads = []
     for arm in _BESIDE:
-        pairs = [after[first[0]][seed] - values for seed, values in after[arm].items()]
+        pairs = [
+            np.subtract(own[seed]["after"], run["after"]) for seed, run in runs[arm].items() if seed in own
+        ]
         leads.append(_mean(np.array(pairs), problems, signed=True) if pairs else "")
-    before = np.array([run["before"] for run in records if run["arm"] == rows[0][0]])
     title = f"[{_title(name)}]({'' if is_here else 'results_refuted.md'}#{name})"
-    return [title, str(len(set(problems))), f"{before.mean():.3f}", first[3], *leads]
+    rise = _mean(after - before, problems, signed=True)
+    return [title, str(len(set(problems))), f"{before.mean():.3f}", rise, *leads]
 
 
 def _waiting(experiments: Mapping[str, Experiment]) -> str:

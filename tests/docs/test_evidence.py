@@ -573,6 +573,11 @@ def test_a_table_of_all_tasks_has_the_rise_and_the_leads_over_other_arms() -> No
     assert line.endswith(f"|{lead}|+0.500||")
     section = page.page("", {"game": experiment}, {"game": rows}, {"game": experiment})
     assert "|[Game](#game)|" in section and "\nNot run: SFT.\n" in section
+    # Its records were moved away.
+    assert "|" not in page.page("", {}, {"game": []}, {"game": experiment})
+    # A control has a seed that the first arm does not have yet.
+    later = [*rows, made("random reward", 2, [0.1], [0.3])]
+    assert line in page.page("", {}, {"game": later}, {"game": experiment})
 
 
 def test_fresh_seeds_are_compared_alone() -> None:
